@@ -51,6 +51,8 @@ class Request:
     seed: int
     stop: frozenset[int]
     shared_prefix: int  # number of leading ids that are prefilled once for all requests that share them
+    prompt_key: tuple = field(init=False)  # equal for equal ids and the same frame arrays, which are prefilled once
+    random: np.random.Generator = field(init=False)
     result: Future = field(default_factory=Future)  # will hold the Sample
     position: int = 0  # M-RoPE position of the first sampled token
     sampled: list[int] = field(default_factory=list)
@@ -58,8 +60,7 @@ class Request:
     ended: bool = False
 
     def __post_init__(self):
-        # Two prompts are equal if their ids are equal and their frames are the same arrays in memory.
-        self.prompt = (tuple(self.ids[: self.shared_prefix]), tuple(id(clip.pixels) for clip in self.clips))
+        self.prompt_key = (tuple(self.ids[: self.shared_prefix]), tuple(id(clip.pixels) for clip in self.clips))
         self.random = np.random.Generator(np.random.Philox(self.seed))
 
     def append_sampled(self, token: int, logprob: float, version: int) -> None:
@@ -196,6 +197,8 @@ class _Keys(DynamicLayer):
     """One block's keys and values: first of the packed prompts, then of one row per request. `keys` and `values` have spare
     room after `length`, so a new token is written in place. They are copied only when that room is used up."""
 
+    length: int  # keys per row; set when the rows are made
+
     def update(self, key_states, value_states, *_, **__):
         if not self.is_initialized:
             return super().update(key_states, value_states)
@@ -221,10 +224,10 @@ class _Batch:
     @torch.inference_mode()
     def sample(self) -> None:
         """Sample one token per row and step until all rows have ended."""
-        hidden = self._prefill()
+        hidden, is_real_key = self._prefill()
         rows = self.requests
         while not self.engine.closed:
-            tokens, logprobs = self._sample_tokens(hidden, rows)
+            tokens, logprobs = self._next_tokens(hidden, rows)
             for row, token, logprob in zip(rows, tokens, logprobs):
                 if not row.ended:
                     row.append_sampled(token, logprob, self.engine.version)
@@ -236,24 +239,25 @@ class _Batch:
             if len(alive) <= 7 * len(rows) // 8:
                 kept = torch.tensor(alive, device=self.device)
                 self.cache.batch_select_indices(kept)
-                self.is_real_key = self.is_real_key[kept]
+                is_real_key = is_real_key[kept]
                 rows = [rows[i] for i in alive]
 
             # Run the model on the new tokens.
             ids = torch.tensor([[row.sampled[-1]] for row in rows], device=self.device)  # [B, 1]
             positions = torch.tensor([[row.position + len(row.sampled) - 1] for row in rows], device=self.device)
-            self.is_real_key = F.pad(self.is_real_key, (0, 1), value=True)
+            is_real_key = F.pad(is_real_key, (0, 1), value=True)
             hidden = self.model.model.language_model(
                 inputs_embeds=self.model.get_input_embeddings()(ids),
                 position_ids=positions.expand(3, -1, -1),  # time, height, width: equal for text
-                attention_mask=self.is_real_key[:, None, None],
+                attention_mask=is_real_key[:, None, None],
                 past_key_values=self.cache,
                 use_cache=True,
             ).last_hidden_state[:, -1]
         raise EngineError("the engine was closed")
 
-    def _prefill(self) -> Tensor:
-        """Prefill all prompts. Return the hidden states [B, H] that predict each row's first token."""
+    def _prefill(self) -> tuple[Tensor, Tensor]:
+        """Prefill all prompts. Return the hidden states [B, H] that predict each row's first token, and the real keys (True)
+        among the rows' keys [B, keys]. The others are padding."""
         contract = self.renderer.contract
 
         # 1. Pack the prompts into one sequence. From here on, the requests are in the order of that sequence.
@@ -279,25 +283,24 @@ class _Batch:
         suffixes = [segment for segment in packed.segments if not segment.is_prompt]
         longest = max(len(suffix.key_positions()) for suffix in suffixes)
         places = np.zeros((len(suffixes), longest), np.int64)  # [B, keys]
-        real = np.zeros((len(suffixes), longest), bool)  # [B, keys], False: padding
+        real = np.zeros((len(suffixes), longest), bool)  # [B, keys]
         for i, suffix in enumerate(suffixes):
             keys = suffix.key_positions()
             places[i, -len(keys) :] = keys
             real[i, -len(keys) :] = True
             self.requests[i].position = int(packed.positions[:, suffix.stop - 1].max()) + 1
         places = torch.from_numpy(places).to(self.device)
-        self.is_real_key = torch.from_numpy(real).to(self.device)
         for layer in self.cache.layers:  # [1, heads, L, size] -> [B, heads, keys, size]
             layer.keys = layer.keys[0][:, places].transpose(0, 1)
             layer.values = layer.values[0][:, places].transpose(0, 1)
             layer.length = longest
-        return hidden[places[:, -1]]  # [B, H]
+        return hidden[places[:, -1]], torch.from_numpy(real).to(self.device)
 
     def _bundles(self) -> tuple[list[Bundle], list[Request]]:
         """Return one bundle per prompt, with one suffix per request, and the requests in the order of the suffixes."""
         by_prompt: dict[tuple, list[Request]] = {}
         for request in self.requests:
-            by_prompt.setdefault(request.prompt, []).append(request)
+            by_prompt.setdefault(request.prompt_key, []).append(request)
 
         bundles = []
         for requests in by_prompt.values():
@@ -320,19 +323,19 @@ class _Batch:
             bundles.append(bundle)
         return bundles, [request for requests in by_prompt.values() for request in requests]
 
-    def _sample_tokens(self, hidden: Tensor, rows: list[Request]) -> tuple[list[int], list[float]]:
+    def _next_tokens(self, hidden: Tensor, rows: list[Request]) -> tuple[list[int], list[float]]:
         """Sample the next token of each row. Return the tokens and their log-probs."""
         logits = matmul_fp32(hidden, self.model.lm_head.weight.t())  # [B, V]
         logits[:, self.renderer.never_sampled] = -torch.inf
         temperatures = torch.tensor([row.temperature for row in rows], device=self.device)
-        # Each has 24 random bits. In float64, its product with any total therefore stays below the total (see `draw`).
+        # Each has 24 random bits. In float64, its product with any total therefore stays below the total (see `sample_tokens`).
         uniforms = [float(row.random.random(dtype=np.float32)) for row in rows]
         uniforms = torch.tensor(uniforms, dtype=torch.float64, device=self.device)
-        tokens, logprobs = draw(logits, temperatures, uniforms)
+        tokens, logprobs = sample_tokens(logits, temperatures, uniforms)
         return tokens.tolist(), logprobs.tolist()
 
 
-def draw(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+def sample_tokens(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     """Sample one token per row [B] from softmax(logits / temperature), or take the argmax where the temperature is 0. Return
     tokens and log-probs. A token depends only on its row's logits, temperature and uniform number in [0, 1)."""
     tau = torch.where(temperatures > 0, temperatures, 1.0)[:, None]

@@ -79,11 +79,7 @@ class SGLang(Engine):
         self.snapshot: str | None = None  # the folder of the current weights; None: the checkpoint's weights
         self.renderer = renderer
         self.start_timeout = start_timeout
-        if frames is None and shutil.disk_usage(MEMORY).free > IMAGE_BYTES:
-            frames = MEMORY
-        self._frames = tempfile.mkdtemp(prefix=f"minparavt-{os.getuid()}-", dir=frames)
-        self._clips = weakref.WeakKeyDictionary()  # clip -> the folder with its frames
-        self._writing = threading.Lock()  # guards _clips
+        self._frames = FrameFiles(frames)
         self._last_reader: dict[int, _Server] = {}  # hash of a shared prompt -> the server that read it last
         self._lock = threading.Lock()  # guards all fields, also those of a server
 
@@ -116,28 +112,20 @@ class SGLang(Engine):
                 waiting.remove(server)
             except requests.RequestException as error:
                 if time.monotonic() > deadline or server.process and server.process.poll() is not None:
-                    told = self._report(server, error)
+                    failure = server_problem(server, error)
                     self.close()
-                    raise EngineError(told) from None
+                    raise EngineError(failure) from None
                 time.sleep(0.2)
 
     def generate(self, ids, clips, *, max_new_tokens, temperature, seed, stop=(), shared_prefix=0) -> Sample:
-        images = []
-        for clip in clips:
-            images += self._frame_urls(clip)
-        prompt_key = hash((tuple(ids[:shared_prefix]), *images[:1])) if shared_prefix else None
         sampling = {
             "temperature": temperature,
-            "top_p": 1.0,  # SGLang does not renormalise log-probs after truncation
-            "top_k": -1,
             "sampling_seed": seed % 2**31,  # SGLang ignores it without --enable-deterministic-inference
             "max_new_tokens": max_new_tokens,
             "stop_token_ids": list(stop),
-            "skip_special_tokens": False,
-            "logit_bias": {str(token): -1000.0 for token in self.renderer.never_sampled},
         }
-        payload = {"input_ids": self.renderer.compact(ids), "image_data": images, "sampling_params": sampling}
-        payload |= {"return_logprob": True, "return_prompt_token_ids": True}
+        payload = self._payload(ids, clips, sampling)
+        prompt_key = hash((tuple(ids[:shared_prefix]), *payload["image_data"][:1])) if shared_prefix else None
 
         # Ask one server after the other, but none twice.
         asked = []
@@ -155,7 +143,8 @@ class SGLang(Engine):
             try:
                 reply = ask(server.url + "/generate", self.request_timeout, payload)
                 sample = self._read_sample(reply, ids, version)
-                server.failures = 0
+                with self._lock:
+                    server.failures = 0
                 return sample
             except requests.RequestException as error:
                 problem = str(error)  # only its text: the traceback would keep this call and its clips in memory
@@ -172,7 +161,7 @@ class SGLang(Engine):
             self._last_reader.clear()  # new weights empty the servers' caches
         if push:  # to all servers at once; the pool is not waited for, since after Ctrl-C a server may hang
             pool = ThreadPoolExecutor(len(self.urls))
-            list(pool.map(self._load, [*self.servers]))
+            list(pool.map(self._push_weights, [*self.servers]))
         self._require_servers()
 
     def close(self) -> None:
@@ -183,7 +172,7 @@ class SGLang(Engine):
         for server in servers:
             if server.process:
                 kill_group(server.process)
-        shutil.rmtree(self._frames, ignore_errors=True)
+        shutil.rmtree(self._frames.folder, ignore_errors=True)
 
     # -------------------------------------------------------------------------------------------- requests
 
@@ -198,17 +187,16 @@ class SGLang(Engine):
             self._last_reader[prompt_key] = chosen
         return chosen
 
-    def _frame_urls(self, clip: Clip) -> list[str]:
-        """Return a file URL per frame. A clip is written once for all rollouts and turns that show it, uncompressed, and its
-        files are deleted when it is freed."""
-        with self._writing:  # the rollouts of a group send the same clip at the same time
-            if clip not in self._clips:
-                folder = tempfile.mkdtemp(dir=self._frames)
-                for i, pixels in enumerate(clip.pixels):
-                    Image.fromarray(pixels).save(f"{folder}/{i}.bmp")
-                weakref.finalize(clip, shutil.rmtree, folder, ignore_errors=True)
-                self._clips[clip] = folder
-            return [f"file://{self._clips[clip]}/{i}.bmp" for i in range(len(clip))]
+    def _payload(self, ids: list[int], clips: Sequence[Clip], sampling: dict) -> dict:
+        """Return a request for a sample, with the settings that all samples share."""
+        shared = {
+            "top_p": 1.0,  # SGLang does not renormalise log-probs after truncation
+            "top_k": -1,
+            "skip_special_tokens": False,
+            "logit_bias": {str(token): -1000.0 for token in self.renderer.never_sampled},
+        }
+        payload = {"input_ids": self.renderer.compact(ids), "image_data": self._frames.urls(clips)}
+        return payload | {"sampling_params": sampling | shared, "return_logprob": True, "return_prompt_token_ids": True}
 
     def _read_sample(self, reply: Any, ids: list[int], version: int) -> Sample:
         """Parse a reply. Refuse one that has the wrong weights, or does not continue the prompt that the trainer reads."""
@@ -235,11 +223,11 @@ class SGLang(Engine):
 
     # -------------------------------------------------------------------------------------------- servers
 
-    def _load(self, server: _Server) -> None:
+    def _push_weights(self, server: _Server) -> None:
         """Make a server load the current snapshot, or leave it out."""
-        load = {"model_path": self.snapshot, "weight_version": str(self.version), "flush_cache": True}
+        payload = {"model_path": self.snapshot, "weight_version": str(self.version), "flush_cache": True}
         try:
-            ask(server.url + "/update_weights_from_disk", self.request_timeout, load)
+            ask(server.url + "/update_weights_from_disk", self.request_timeout, payload)
         except (requests.RequestException, EngineError) as error:  # EngineError: it refuses the snapshot
             self._leave_out(server, error)
 
@@ -250,7 +238,8 @@ class SGLang(Engine):
             if sent >= server.last_failure:
                 server.failures += 1
                 server.last_failure = time.monotonic()
-        if isinstance(failure, requests.Timeout) or server.failures >= MAX_FAILURES:
+            unusable = isinstance(failure, requests.Timeout) or server.failures >= MAX_FAILURES
+        if unusable:
             self._leave_out(server, failure)
 
     def _leave_out(self, server: _Server, problem: Exception) -> None:
@@ -259,7 +248,7 @@ class SGLang(Engine):
             if server not in self.servers:
                 return
             self.servers.remove(server)
-            log.warning("servers left: %d, because %s", len(self.servers), self._report(server, problem))
+            log.warning("servers left: %d, because %s", len(self.servers), server_problem(server, problem))
         if server.process:
             kill_group(server.process)
 
@@ -267,14 +256,43 @@ class SGLang(Engine):
         if not self.servers:
             raise EngineLost("no server is left: the engine was closed, or each failed; the lines above say why")
 
-    def _report(self, server: _Server, problem: Exception) -> str:
-        """Return a sentence about a server that failed, with the end of its log if it is ours."""
-        if not server.process:
-            return f"the server at {server.url} failed: {problem}"
-        exited = server.process.poll() is not None
-        told = f"exit code {server.process.returncode}" if exited else str(problem)
-        end = "\n".join(server.log.read_text("utf-8", "replace").splitlines()[-20:])
-        return f"the server on GPU {server.gpus} failed: {told}; {server.log} ends:\n{end}"
+
+def server_problem(server: _Server, problem: Exception) -> str:
+    """Return a sentence about a server that failed, with the end of its log if it is ours."""
+    if not server.process:
+        return f"the server at {server.url} failed: {problem}"
+    exited = server.process.poll() is not None
+    reason = f"exit code {server.process.returncode}" if exited else str(problem)
+    end = "\n".join(server.log.read_text("utf-8", "replace").splitlines()[-20:])
+    return f"the server on GPU {server.gpus} failed: {reason}; {server.log} ends:\n{end}"
+
+
+class FrameFiles:
+    """Hands frames to servers as files, uncompressed: a clip once for all rollouts and turns that show it."""
+
+    def __init__(self, parent: Path | None):
+        if parent is None and shutil.disk_usage(MEMORY).free > IMAGE_BYTES:
+            parent = MEMORY
+        self.folder = tempfile.mkdtemp(prefix=f"minparavt-{os.getuid()}-", dir=parent)
+        self._folder_of = weakref.WeakKeyDictionary()  # clip -> the folder with its frames
+        self._lock = threading.Lock()  # the rollouts of a group send the same clip at the same time
+
+    def urls(self, clips: Sequence[Clip]) -> list[str]:
+        """Return a URL per frame. A clip's files are deleted when it is freed."""
+        urls = []
+        with self._lock:
+            for clip in clips:
+                if clip not in self._folder_of:
+                    self._folder_of[clip] = self._write(clip)
+                urls += [f"file://{self._folder_of[clip]}/{i}.bmp" for i in range(len(clip))]
+        return urls
+
+    def _write(self, clip: Clip) -> str:
+        folder = tempfile.mkdtemp(dir=self.folder)
+        for i, pixels in enumerate(clip.pixels):
+            Image.fromarray(pixels).save(f"{folder}/{i}.bmp")
+        weakref.finalize(clip, shutil.rmtree, folder, ignore_errors=True)
+        return folder
 
 
 def ask(url: str, seconds: float, payload: dict | None = None) -> Any:

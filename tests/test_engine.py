@@ -28,7 +28,7 @@ from runtime.checks import check_servers, check_urls
 from runtime.cleanup import MEMORY
 from runtime.config import ConfigError
 from runtime.engine import EngineError, EngineLost, Sample
-from runtime.inprocess import InProcess, Request, _Batch, cut_into_batches, draw
+from runtime.inprocess import InProcess, Request, _Batch, cut_into_batches, sample_tokens
 from runtime.policy import matmul_fp32
 from runtime.servers import MAX_FAILURES, Failure, SGLang
 from runtime.video import Clip
@@ -125,7 +125,7 @@ def test_a_draw_inverts_the_distribution(count, vocabulary):
     logits, temperatures, uniforms = some_rows(count, vocabulary)
     greedy = temperatures == 0
     expected = (logits.double() / torch.where(greedy, 1.0, temperatures)[:, None]).log_softmax(-1)
-    tokens, logprobs = draw(logits, temperatures, uniforms)
+    tokens, logprobs = sample_tokens(logits, temperatures, uniforms)
     chosen = tokens[:, None]
     assert (expected.gather(1, chosen)[:, 0] - logprobs).abs().max() < 1e-5
     assert (tokens[greedy] == logits.argmax(1)[greedy]).all()
@@ -267,7 +267,7 @@ def test_what_is_read_fits_torchs_own_kernel(checkpoint, renderer, prompts, monk
         chosen.append((hidden.device.type, hidden.dtype, len(hidden)))
         return [30] * len(rows), [-1.0] * len(rows)
 
-    monkeypatch.setattr(_Batch, "_sample_tokens", choose)
+    monkeypatch.setattr(_Batch, "_next_tokens", choose)
     samples = at_once(engine, [request(*prompts[0], max_new_tokens=length) for length in (1, 3)])
     engine.close()
     assert [sample.ids for sample in samples] == [[30], [30] * 3]
@@ -309,13 +309,13 @@ def test_servers_get_the_very_pixels_once_per_clip(serve, renderer):
     client, clip = serve(), noise(3, width=512, height=512)
     with ThreadPoolExecutor(8) as rollouts:  # a group's rollouts start together
         first, *others = rollouts.map(lambda _: show(client, renderer, clip), range(8))
-    assert others == [first] * 7 and {*Path(client._frames).rglob("*.bmp")} == {*first}
+    assert others == [first] * 7 and {*Path(client._frames.folder).rglob("*.bmp")} == {*first}
     assert all((np.array(Image.open(file)) == pixels).all() for file, pixels in zip(first, clip.pixels, strict=True))
 
 
 def test_a_clips_files_live_as_long_as_the_clip(serve, renderer):
     client, kept = serve(), noise(2)
-    files, folder = show(client, renderer, kept), Path(client._frames)
+    files, folder = show(client, renderer, kept), Path(client._frames.folder)
     for seed in range(5):
         passing = noise(1, seed)
         [file] = show(client, renderer, passing)
@@ -330,7 +330,7 @@ def test_a_clips_files_live_as_long_as_the_clip(serve, renderer):
 def test_frames_lie_in_memory_or_where_there_is_room(renderer, monkeypatch, tmp_path):
     def folder_of_frames(**options) -> Path:
         with contextlib.closing(SGLang("", renderer, urls=["http://127.0.0.1:9"], **options)) as client:
-            return Path(client._frames).parent
+            return Path(client._frames.folder).parent
 
     assert folder_of_frames() == MEMORY
     monkeypatch.setattr("shutil.disk_usage", lambda _: types.SimpleNamespace(free=1e9))
