@@ -148,20 +148,20 @@ def share_prompts(pairs: Sequence[Pair], budget: int) -> list[list[Pair]]:
     """Group trajectories by prompt, so that each prompt is computed once. A part has at most `budget` tokens, unless a single
     trajectory is longer. The next ones with that prompt start a new part, which repeats the prompt."""
     parts: list[list[Pair]] = []
-    newest: dict[tuple, list[Pair]] = {}  # prompt -> its newest part
-    length: dict[tuple, int] = {}  # prompt -> the tokens of that part
+    newest: dict[tuple, list[Pair]] = {}  # prompt_key -> its newest part
+    length: dict[tuple, int] = {}  # prompt_key -> the tokens of that part
     for trajectory, advantages in pairs:
         # The main agents of a group have the same prompt. Sub-agents' prompts with equal tokens, stamps included, can still
         # show different pixels.
         shown = [id(clip.pixels) for clip in trajectory.prompt_clips]
-        prompt = (tuple(trajectory.ids[: trajectory.prompt_length]), *shown)
+        prompt_key = (tuple(trajectory.ids[: trajectory.prompt_length]), *shown)
         n = len(trajectory.suffix)
-        if prompt not in newest or length[prompt] + n > budget:
-            newest[prompt] = []
-            length[prompt] = trajectory.prompt_length
-            parts.append(newest[prompt])
-        newest[prompt].append((trajectory, advantages))
-        length[prompt] += n
+        if prompt_key not in newest or length[prompt_key] + n > budget:
+            newest[prompt_key] = []
+            length[prompt_key] = trajectory.prompt_length
+            parts.append(newest[prompt_key])
+        newest[prompt_key].append((trajectory, advantages))
+        length[prompt_key] += n
     return parts
 
 
@@ -204,8 +204,8 @@ def token_losses(
     # w itself is masked. Were the product masked, an infinite w would give 0 * inf = NaN in the backward pass.
     importance = (prox_logprobs - behaviour_logprobs).exp()
     kept = importance <= cfg.behaviour_cap
-    weight = torch.where(kept, importance, 0.0)
-    losses = -weight * surrogate
+    capped_importance = torch.where(kept, importance, 0.0)
+    losses = -capped_importance * surrogate
     stats = {
         "over_cap_fraction": (~kept).float(),
         "logprob_gap": (prox_logprobs - behaviour_logprobs).abs(),
@@ -215,7 +215,7 @@ def token_losses(
         # pi_behaviour sampled the tokens, so weight each by w * r = pi / pi_behaviour. Value and gradient are then those of
         # KL(pi || pi_ref).
         d = ref_logprobs - logprobs
-        kl = weight * ratio * (d.exp() - d - 1)
+        kl = capped_importance * ratio * (d.exp() - d - 1)
         losses = losses + cfg.kl_coef * kl
         stats["kl"] = kl.detach()
     return losses, stats

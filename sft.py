@@ -152,7 +152,7 @@ class MicroBatch:
     """Bundles that share a forward pass, and the loss inputs of their N target tokens, ordered by (bundle, token)."""
 
     bundles: list[Bundle]
-    weights: np.ndarray  # float32 [N]: w_t
+    loss_weights: np.ndarray  # float32 [N]: w_t
     kinds: np.ndarray  # str [N]: one of TOKEN_KINDS
 
 
@@ -163,11 +163,11 @@ def batch_loss(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
     padding = max(gather(len(batch))) - len(batch)
     batch = batch + [MicroBatch([], np.zeros(0, np.float32), np.zeros(0, str))] * padding
 
-    total = sum_over_ranks({"w": float(sum(micro.weights.sum() for micro in batch))})["w"]
+    total = sum_over_ranks({"w": float(sum(micro.loss_weights.sum() for micro in batch))})["w"]
     sums = Counter(loss=0.0, tokens=0.0)  # an empty batch adds no other keys
     for micro in batch:
         nll = -policy(micro.bundles).logprobs  # [N]
-        weights = torch.from_numpy(micro.weights).to(nll)  # [N]
+        weights = torch.from_numpy(micro.loss_weights).to(nll)  # [N]
         loss = (weights * nll).sum() / total
         if loss.requires_grad:
             loss.backward()
@@ -207,22 +207,23 @@ class Batches:
         with ThreadPoolExecutor(2 * self.cfg.decoders, "row") as readers:
             encode = partial(encode_row, cfg=self.cfg, renderer=self.renderer, videos=self.videos)
             futures = [readers.submit(encode, draw.item) for draw in draws]
-        rows, loss_weights = [], []
+        rows, row_weights = [], []
         for draw, future in zip(draws, futures):
             try:
                 rows.append(future.result())
-                loss_weights.append(draw.loss_weight)
+                row_weights.append(draw.loss_weight)
             except RowError as error:
                 self.dataset.reject(draw.item.id, str(error))
 
         batch = []
         for members in best_fit([len(bundle) for bundle in rows], self.cfg.pack_tokens):
-            weights, kinds = [], []
+            loss_weights, kinds = [], []
             for i in members:
                 for kind in target_kinds(rows[i], self.renderer):
-                    weights.append(loss_weights[i] * self.cfg.kind_weights.get(kind, 1.0))
+                    loss_weights.append(row_weights[i] * self.cfg.kind_weights.get(kind, 1.0))
                     kinds.append(kind)
-            batch.append(MicroBatch([rows[i] for i in members], np.array(weights, np.float32), np.array(kinds, str)))
+            bundles = [rows[i] for i in members]
+            batch.append(MicroBatch(bundles, np.array(loss_weights, np.float32), np.array(kinds, str)))
         return batch
 
 
