@@ -28,7 +28,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -57,7 +57,7 @@ class VideoInfo:
     times: np.ndarray  # [N] float64 seconds, read-only, strictly increasing, the first frame is at 0
     duration: float  # seconds: the end of the last frame, from the packets, since headers can be wrong
     # [N, 3] int64 ticks, for the reader alone: presentation time of the frame, then pts and dts of its keyframe
-    _table: np.ndarray | None = field(default=None, repr=False)
+    _table: np.ndarray
 
     @property
     def n_frames(self) -> int:
@@ -120,8 +120,10 @@ def _stamp(packet) -> int | None:
 
 def _probe(path: str) -> tuple:
     """Read the packets once. Return the fields of VideoInfo except the path."""
-    image = cut_off = None  # the first picture; the stamp of the last packet if it is incomplete
-    before = latest = None  # the last two keyframes, each as (pts, dts)
+    image = None  # the first picture
+    before = None  # the keyframe before the last one: (pts, dts)
+    latest = None  # the last keyframe
+    cut_off = None  # the stamp of the last packet if it is incomplete
     packets: dict[int, tuple] = {}  # stamp -> (duration, pts of its keyframe, dts of its keyframe), in ticks
     container, stream = _open(path)
     with container:
@@ -134,7 +136,8 @@ def _probe(path: str) -> tuple:
             if stamp is None:
                 continue
             if packet.is_keyframe:
-                before, latest = latest, (stamp, stamp if packet.dts is None else packet.dts)
+                before = latest
+                latest = (stamp, stamp if packet.dts is None else packet.dts)
             # A frame is decoded from the last keyframe before it. A leading picture of an open GOP is shown before that
             # keyframe and is decoded from the previous one.
             key = latest
@@ -144,13 +147,15 @@ def _probe(path: str) -> tuple:
             if key is not None and not packet.is_discard:
                 packets.setdefault(stamp, (packet.duration or 0, *key))
             cut_off = stamp if packet.is_corrupt else None
-        tick, aspect = stream.time_base, stream.sample_aspect_ratio or 1
+        tick = stream.time_base
+        aspect = stream.sample_aspect_ratio or 1
     packets.pop(cut_off, None)  # the file ends in the middle of its last packet
     if image is None or not packets:
         raise ValueError("it has no frame that can be decoded and is shown")
     stamps = sorted(packets)  # [N] in presentation order
     last = packets[stamps[-1]][0] or np.median(np.diff(stamps, prepend=stamps[0]))
-    width, height = round(image.width * aspect), image.height
+    width = round(image.width * aspect)
+    height = image.height
     if width < 1:
         raise ValueError(f"its pixel aspect ratio, {aspect}, leaves no width")
     if image.rotation % 180:
@@ -190,13 +195,15 @@ def _decode_from(container, stream, key: int | None, wanted: set[int], size: tup
     scaler = VideoReformatter()  # one for all frames: setting it up takes longer than scaling a small frame
     pictures: dict[int, np.ndarray] = {}  # stamp -> [H, W, 3]
     delayed = stream.codec_context.name == "libdav1d"
-    begun = latest = None  # stamps of the keyframe at which decoding began, and of the last picture
+    begun = None  # stamp of the keyframe at which decoding began
+    latest = None  # stamp of the last picture
     for packet in container.demux(stream):
         stamp = _stamp(packet)
         if begun is None:
             if not packet.is_keyframe or stamp is None or key not in (None, stamp):
                 continue
-            begun = latest = stamp
+            begun = stamp
+            latest = stamp
         # Skip unwanted frames to which no other frame refers. This saves up to half of the time and changes no other
         # frame. dav1d must not skip: it applies the flag to frames that it still holds, so it would drop wanted ones.
         skippable = not delayed and key is not None and stamp is not None and stamp not in wanted
@@ -247,20 +254,21 @@ class _Worker:
     """A decoder process. It does not use multiprocessing's spawn, which would import the parent's heavy __main__ again."""
 
     def __init__(self, timeout: float):
-        self.timeout, self.expired = timeout, False
+        self.timeout = timeout
+        self.expired = False
         self.pipe, theirs = multiprocessing.Pipe()
         with theirs:
             command = [sys.executable, os.path.abspath(__file__), str(theirs.fileno()), str(timeout)]
             null = subprocess.DEVNULL
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=null, stdout=null)
 
-    def ask(self, request: tuple) -> tuple[bool, object]:
+    def request(self, message: tuple) -> tuple[bool, object]:
         """Return (True, value) or (False, what is wrong with the file), always within the timeout."""
         # Kill by a timer instead of polling the pipe: a worker can also stop halfway through its answer.
         watchdog = threading.Timer(self.timeout, self._expire)
         watchdog.start()
         try:
-            self.pipe.send(request)
+            self.pipe.send(message)
             answer = self.pipe.recv()
         except (EOFError, OSError):
             answer = False, f"killed its decoder (exit code {self.stop()}); fetch it again or re-encode it"
@@ -291,7 +299,8 @@ class Videos(AbstractContextManager):
     ):
         if workers < 1:  # every request would wait forever
             raise ValueError(f"{workers=}: must be at least 1")
-        self._timeout, self._cache_bytes = timeout, cache_bytes
+        self._timeout = timeout
+        self._cache_bytes = cache_bytes
         self._idle: queue.LifoQueue[_Worker | None] = queue.LifoQueue()  # None: a worker that is not started
         for _ in range(workers):
             self._idle.put(None)
@@ -304,7 +313,7 @@ class Videos(AbstractContextManager):
 
     def info(self, path: str | Path) -> VideoInfo:
         identity = self._identify(path)
-        info = self._cached((identity,), lambda: VideoInfo(identity[0], *self._ask(path, identity, "probe")))
+        info = self._cached((identity,), lambda: VideoInfo(identity[0], *self._request(path, identity, "probe")))
         info.times.flags.writeable = False
         return info
 
@@ -315,7 +324,7 @@ class Videos(AbstractContextManager):
         if not indices or min(indices) < 0 or max(indices) >= info.n_frames:
             raise ValueError(f"indices {indices} of {path}: must be some of 0..{info.n_frames - 1}")
         rows = info._table[list(indices)].tolist()
-        pixels = self._cached((identity, indices, size), lambda: self._ask(path, identity, "decode", rows, size))
+        pixels = self._cached((identity, indices, size), lambda: self._request(path, identity, "decode", rows, size))
         pixels.flags.writeable = False
         return Clip(pixels, tuple(info.times[list(indices)].tolist()))
 
@@ -389,11 +398,11 @@ class Videos(AbstractContextManager):
                 self._cached_bytes -= self._cache.pop(oldest).result().nbytes
         return value
 
-    def _ask(self, path: str | Path, identity: Identity, verb: str, *arguments) -> tuple | np.ndarray:
+    def _request(self, path: str | Path, identity: Identity, verb: str, *arguments) -> tuple | np.ndarray:
         worker = self._idle.get()  # blocks until one is free; the timeout does not include this wait
         try:
             worker = self._live_worker(worker)
-            good, value = worker.ask((verb, identity[0], *arguments))
+            good, value = worker.request((verb, identity[0], *arguments))
         finally:
             self._idle.put(worker)
         if self._closed:  # close() killed the worker, so the file is not at fault

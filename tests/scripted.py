@@ -27,6 +27,9 @@ TASK = Task("t1", "What happens?", ("/data/v.mp4",), "oe", "")
 END = "<|im_end|>"
 
 
+NO_TABLE = np.zeros((0, 3), np.int64)  # of a video without a file
+
+
 class MemoryVideos:
     """`video.Videos` without files. A name stands for a video; names that begin with "bad" cannot be decoded."""
 
@@ -38,7 +41,7 @@ class MemoryVideos:
         self.opened.append(path)
         if Path(path).name.startswith("bad"):
             raise VideoError(path, "is not a video")
-        return VideoInfo(path, *self.size, self.times, self.duration)
+        return VideoInfo(path, *self.size, self.times, self.duration, NO_TABLE)
 
     def frames(self, path: str, indices: list[int], size: tuple[int, int]) -> Clip:
         self.info(path)

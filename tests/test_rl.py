@@ -39,12 +39,12 @@ from runtime.weights import WeightSync
 def test_the_next_batchs_overviews_are_decoded_while_this_one_is_sampled(toy_dir, tmp_path, monkeypatch):
     """Past bug: they were decoded before each batch, which would take 0.5 to 2.5 s of an 8B's step."""
     decoded, at_its_start = [], []
-    ask, sample = Videos._ask, rl.rollout
+    request, sample = Videos._request, rl.rollout
 
     def noted(self, path, identity, verb, *arguments):
         if verb == "decode":
             decoded.append(str(path))
-        return ask(self, path, identity, verb, *arguments)
+        return request(self, path, identity, verb, *arguments)
 
     def rollout(context, tasks, *given):
         mine = {path for task in tasks for path in task.videos}
@@ -54,7 +54,7 @@ def test_the_next_batchs_overviews_are_decoded_while_this_one_is_sampled(toy_dir
             wait_for(lambda: len(decoded) == 2 * len(at_its_start) + 2)
         return groups
 
-    monkeypatch.setattr(Videos, "_ask", noted)
+    monkeypatch.setattr(Videos, "_request", noted)
     monkeypatch.setattr(rl, "rollout", rollout)
     train(tmp_path / "c.yaml", toy_dir, steps=3, rollout={"dispatch": "none", "max_new_tokens": 8})
     assert at_its_start == [False, True, True] and len(decoded) == 6 == len(set(decoded))

@@ -122,13 +122,13 @@ def fake_av(tmp_path, monkeypatch):
 @pytest.fixture
 def asked(monkeypatch) -> list[str]:
     """Record the requests that reached workers ("probe", "decode") because the cache could not answer them."""
-    kinds, ask = [], video._Worker.ask
+    kinds, send = [], video._Worker.request
 
-    def note(worker, request):
-        kinds.append(request[0])
-        return ask(worker, request)
+    def note(worker, message):
+        kinds.append(message[0])
+        return send(worker, message)
 
-    monkeypatch.setattr(video._Worker, "ask", note)
+    monkeypatch.setattr(video._Worker, "request", note)
     return kinds
 
 
