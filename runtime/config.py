@@ -3,9 +3,10 @@
     cfg = config.load(SFTConfig, "configs/sft_8b.yaml", ["optim.lr=1e-5"])      # YAML + overrides -> dataclass
     config.save_run(cfg, cfg.run)                                               # RUN/config.yaml, which `load` reads back
 
-A library would merge YAML and check types, too. This file adds three things: an error names the key, the value, the rule and
-the nearest valid key; no error shows an API key; no key stands twice. Defaults are in the dataclasses and nowhere else. A YAML
-file may name a parent (`base: other.yaml`, relative to the file): mappings merge, all other values replace.
+A library would also merge YAML and check types. This file adds four things: an error names the key, the value, the rule and
+the nearest valid key; no error shows an API key; no key stands twice; no number is negative or infinite. Defaults are in the
+dataclasses and nowhere else. A YAML file may name a parent (`base: other.yaml`, relative to the file): mappings merge, all
+other values replace.
 
 Deliberately missing: interpolation, environment variables.
 """
@@ -64,19 +65,19 @@ def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
 def apply_override(tree: dict, override: str) -> None:
     """Set one `key.sub=value` in the tree of a config."""
     key, equals, text = override.partition("=")
-    if not equals:
-        raise ConfigError(f"override {safe_repr(key)}: write it as key.sub=value")
+    if not equals:  # what follows a colon may be an API key
+        raise ConfigError(f"override {key.partition(':')[0]}: write it as key.sub=value")
     # Walk down to the mapping that holds the last key.
     *parents, leaf = key.split(".")
     node = tree
     for parent in parents:
         node = node.setdefault(parent, {})
         if not isinstance(node, dict):
-            raise ConfigError(f"override {safe_repr(override)}: {parent} must be a mapping")
+            raise ConfigError(f"override {key}: {parent} must be a mapping")
     try:
         node[leaf] = yaml.load(text, Loader)
     except yaml.YAMLError:
-        raise ConfigError(f"override {safe_repr(override)}: the value must be YAML") from None
+        raise ConfigError(f"override {key}: the value must be YAML") from None
 
 
 def read_tree(path: Path) -> dict:
@@ -113,8 +114,7 @@ def build(cls: type, tree: dict, prefix: str, defaults: Any = None) -> Any:
         values |= vars(defaults)
     for key, value in tree.items():
         if key not in hints:
-            advice = suggest(key, hints, prefix)
-            raise ConfigError(f"{prefix}{key} = {safe_repr(value, prefix + key)}: unknown key; {advice}")
+            raise ConfigError(f"{prefix}{key}: unknown key; {suggest(key, hints, prefix)}")
         default = values.get(key, getattr(cls, key, None))
         values[key] = _coerce(hints[key], value, prefix + key, default)
     for field in dataclasses.fields(cls):
@@ -129,7 +129,11 @@ def build(cls: type, tree: dict, prefix: str, defaults: Any = None) -> Any:
 
 def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
     """Return a value as its type hint demands, or refuse it. A section takes its missing keys from the instance `default`."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    args = typing.get_args(hint)
+    setting = f"{key} = {value!r}"
+    if key.endswith(".key"):
+        setting = key  # the value may be an API key
 
     # X | None, the only union that configs use
     if origin in (types.UnionType, typing.Union):
@@ -140,13 +144,13 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
         if value is False and "off" in args:  # YAML reads a bare `off` as false
             value = "off"
         if value not in args or isinstance(value, bool):  # True is 1
-            raise ConfigError(f"{key} = {safe_repr(value, key)}: must be one of {', '.join(map(repr, args))}")
+            raise ConfigError(f"{setting}: must be one of {', '.join(map(repr, args))}")
         return value
 
     # a list
     if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise ConfigError(f"{key} = {safe_repr(value, key)}: must be a list")
+        if not isinstance(value, list):
+            raise ConfigError(f"{setting}: must be a list")
         return tuple(_coerce(args[0], item, f"{key}[{i}]") for i, item in enumerate(value))
 
     # a section, in place or in a file of its own
@@ -154,13 +158,13 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
         if isinstance(value, str) and value.endswith((".yaml", ".yml")):
             value = read_tree(Path(value))
         if not isinstance(value, dict):
-            raise ConfigError(f"{key} = {safe_repr(value, key)}: must be a mapping")
+            raise ConfigError(f"{key}: must be a mapping, not {type(value).__name__}")
         return build(hint, value, key + ".", default)
 
     # a mapping of names
     if origin is dict:
         if not isinstance(value, dict):
-            raise ConfigError(f"{key} = {safe_repr(value, key)}: must be a mapping")
+            raise ConfigError(f"{key}: must be a mapping, not {type(value).__name__}")
         return {_coerce(args[0], k, key): _coerce(args[1], v, f"{key}.{k}") for k, v in value.items()}
 
     # a number, a text or a bool
@@ -168,9 +172,9 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             value = float(value)  # YAML reads 1e-4 (no dot) as a string
     if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
-        raise ConfigError(f"{key} = {safe_repr(value, key)}: must be {hint.__name__}, not {type(value).__name__}")
+        raise ConfigError(f"{setting}: must be {hint.__name__}, not {type(value).__name__}")
     if hint in (int, float) and not 0 <= value < math.inf:  # NaN is neither
-        raise ConfigError(f"{key} = {safe_repr(value, key)}: must be finite and not negative")
+        raise ConfigError(f"{setting}: must be finite and not negative")
     return value
 
 
@@ -178,12 +182,6 @@ def suggest(name: str, names: Iterable[str], prefix: str = "") -> str:
     """Advise what to write instead of a name that is none of `names`."""
     near = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {prefix}{near[0]}?" if near else f"choose from {', '.join(names)}"
-
-
-def safe_repr(value: Any, key: str = "") -> str:
-    """Return a value, or a whole override, as an error message shows it. An API key is never shown."""
-    text = f"{key}{value}".lower()
-    return "(not repeated: it may hold a key)" if text.startswith("api") or "key" in text else repr(value)
 
 
 def differences(was: Any, now: Any, name: str = "") -> dict[str, str]:

@@ -162,12 +162,12 @@ def test_a_key_in_place_of_its_variables_name_is_refused_and_not_repeated():
 
 def test_a_misspelled_override_does_not_repeat_the_key():
     for override, rule in (
-        ("api.keys=sk-4f9", "api.keys = .*unknown key; did you mean api.key?"),
+        ("api.keys=sk-4f9", "api.keys: unknown key; did you mean api.key?"),
         ("api={key: sk-4f9", "the value must be YAML"),
-        ("api=sk-4f9", "api = .*must be a mapping"),
-        ("api.key=[sk-4f9]", "api.key = .*must be str, not list"),
+        ("api=sk-4f9", "api: must be a mapping, not str"),
+        ("api.key=[sk-4f9]", "api.key: must be str, not list"),
         ("api.key.x=sk-4f9", "key must be a mapping"),
-        ("api.key:sk-4f9", "write it as key.sub=value"),
+        ("api.key:sk-4f9", "override api.key: write it as key.sub=value"),
     ):
         with pytest.raises(config.ConfigError, match=rule) as error:
             config.load(EvalConfig, "configs/eval/gpt4o.yaml", [override])

@@ -85,7 +85,7 @@ MISTAKES = [  # the page has more
     ("a misspelled command", "eval.py tabel runs/x", "tabel: neither a config nor a command; did you mean table?"),
     # checkpoints
     ("any folder", f"{SFT} policy.checkpoint=holiday", "holiday has no config.json: it is no checkpoint; a training leaves its own in RUN/model"),
-    ("another script's run", f"{SFT} run=other", "other is of another script, or of another version of this code (other/config.yaml: group_size = 8: unknown key"),
+    ("another script's run", f"{SFT} run=other", "other is of another script, or of another version of this code (other/config.yaml: group_size: unknown key"),
     ("its own start, by another name", f"{RL} policy.checkpoint=same/model run=linked", "'same/model' is in the folder of run = 'linked'"),
     ("a folder that is no run's", f"{RL} policy.checkpoint=shards run=same", "same has a model, states or results, but no config.yaml, so its run is unknown: choose another `run`"),
     ("an unknown family in an evaluation", f"{EVAL} checkpoint=unknown --dry-run", "not 'foo_vl'; install SGLang, or set rollout.urls"),

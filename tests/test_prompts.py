@@ -126,7 +126,7 @@ def test_a_checkpoint_keeps_the_words_that_it_was_trained_with(toy_dir, tmp_path
 def test_a_file_of_words_with_another_name_is_refused(toy_dir, tmp_path):
     words = tmp_path / "words.yaml"
     words.write_text("sytem: Hello.\n")
-    with pytest.raises(config.ConfigError, match="prompts.sytem = 'Hello.': unknown key; did you mean prompts.system?"):
+    with pytest.raises(config.ConfigError, match="prompts.sytem: unknown key; did you mean prompts.system?"):
         config.load(SFTConfig, sft_config(tmp_path / "sft.yaml", toy_dir, prompts=str(words)))
 
 
