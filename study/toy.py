@@ -36,9 +36,14 @@ import pyarrow.parquet as pq
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
 
-from runtime.policy import MODELS
 from runtime.prompts import SUBAGENT_REQUEST, subagent_system_prompt, system_prompt
 from runtime.render import CHAT_TEMPLATE, TEMPLATE_TAGS
 from runtime.video import uniform_indices, window_indices
@@ -87,6 +92,11 @@ class Flash:
 
     def visible(self, times: Sequence[float]) -> bool:
         return any(self.start <= t < self.start + self.length for t in times)
+
+    @property
+    def report(self) -> str:
+        """The report on a clip that shows it. Thoughts repeat it, so that the model learns to read reports."""
+        return f"A {self.color} flash."
 
     @property
     def half(self) -> str:
@@ -148,7 +158,7 @@ def windows(flash: Flash, cue: str) -> list[tuple[int, int]]:
 
 def report_on(flash: Flash, times: Sequence[float]) -> str:
     """Return a sub-agent's right report on frames at these times."""
-    return f"A {flash.color} flash." if flash.visible(times) else NOTHING
+    return flash.report if flash.visible(times) else NOTHING
 
 
 def report_is_right(flash: Flash, window: tuple[float, float], report: str) -> bool:
@@ -178,32 +188,29 @@ def call(start: float, end: float) -> str:
     return f"<tool_call>\n{body}\n</tool_call>"
 
 
-def sft_row(rng: random.Random, flash: Flash, p_tool: float, p_loose: float, agent: str = "main", k: int = 0) -> dict:
+def sft_row(
+    rng: random.Random, flash: Flash, p_tool: float, p_loose: float, agent: str = "main", k: int | None = None
+) -> dict:
     """Return a trajectory with tools, or a direct answer. Each turn breaks the format with probability p_loose."""
     # Few frames: mostly calls, since only reports help there. Many frames: mostly direct answers, which are right there.
     with_tools = rng.random() < p_tool
-    k = k or rng.choices(OVERVIEWS, (4, 3, 2, 1, 1) if with_tools else (1, 1, 2, 3, 3))[0]
+    if k is None:
+        k = rng.choices(OVERVIEWS, (4, 3, 2, 1, 1) if with_tools else (1, 1, 2, 3, 3))[0]
     cue = draw_cue(rng, flash)
     video = {"type": "video_url", "video_url": {"url": f"videos/{flash.name}", "nframes": k}}
     messages = [{"role": "user", "content": [video, {"type": "text", "text": question(cue)}]}]
-    right = report_on(flash, [flash.start])  # thoughts repeat it, so that the model learns to read reports
-
-    def say(text: str) -> None:
-        messages.append({"role": "assistant", "content": text})
-
-    def answer(thought: str) -> None:
-        plain = f"The answer is {flash.color}."
-        loose = [plain, f"<think>\n{thought}\n{plain}", f"<think>\n{thought}\n</think>\n{plain}"]
-        tidy = f"<think>\n{thought}\n</think>\n<answer>{flash.color}</answer>"
-        say(rng.choice(loose) if rng.random() < p_loose else tidy)
-
-    # A direct answer.
-    if not with_tools:
+    if with_tools:
+        messages += turns_with_tools(rng, flash, cue, p_loose)
+    else:
         seen = flash.visible(overview_times(flash, k))
-        answer(f"I see it.\n{right}" if seen else "I see no flash.")
-        return {"messages": json.dumps(messages), "agent": agent}
+        thought = f"I see it.\n{flash.report}" if seen else "I see no flash."
+        messages.append(answer(rng, flash, thought, p_loose))
+    return {"messages": json.dumps(messages), "agent": agent}
 
-    # A turn with calls. Loose: the think is not closed, there is no think, or the calls have wrong tags.
+
+def turns_with_tools(rng: random.Random, flash: Flash, cue: str, p_loose: float) -> list[dict]:
+    """Return a turn with calls, the reports, and the answer."""
+    # Loose: the think is not closed, there is no think, or the calls have wrong tags.
     thought = "Let me look closer."
     crops = windows(flash, cue)
     calls = "\n".join(call(*window) for window in crops)
@@ -211,16 +218,28 @@ def sft_row(rng: random.Random, flash: Flash, p_tool: float, p_loose: float, age
     bare = f"{thought}\n{calls}"
     tidy = f"<think>\n{thought}\n</think>\n{calls}"
     unread = tidy.replace("tool_call>", "tool_code>")
-    say(rng.choice([unclosed, bare, unread]) if rng.random() < p_loose else tidy)
-    if messages[-1]["content"] == unread:  # the row ends here: a rollout would only return an error
-        return {"messages": json.dumps(messages), "agent": agent}
+    first = assistant_turn(rng, tidy, [unclosed, bare, unread], p_loose)
+    if first["content"] == unread:  # the row ends here: a rollout would only return an error
+        return [first]
 
-    # The reports, and the answer.
     reports = [report_on(flash, crop_times(flash, *window)) for window in crops]
     text = "\n".join(f"<tool_response>\n{report}\n</tool_response>" for report in reports)
-    messages.append({"role": "user", "content": text})
-    answer(f"A clip shows it.\n{right}")
-    return {"messages": json.dumps(messages), "agent": agent}
+    thought = f"A clip shows it.\n{flash.report}"
+    return [first, {"role": "user", "content": text}, answer(rng, flash, thought, p_loose)]
+
+
+def answer(rng: random.Random, flash: Flash, thought: str, p_loose: float) -> dict:
+    """Return the turn that answers."""
+    plain = f"The answer is {flash.color}."
+    loose = [plain, f"<think>\n{thought}\n{plain}", f"<think>\n{thought}\n</think>\n{plain}"]
+    tidy = f"<think>\n{thought}\n</think>\n<answer>{flash.color}</answer>"
+    return assistant_turn(rng, tidy, loose, p_loose)
+
+
+def assistant_turn(rng: random.Random, tidy: str, loose: Sequence[str], p_loose: float) -> dict:
+    """Return the tidy text as a turn or, with probability p_loose, one of the loose texts."""
+    text = rng.choice(loose) if rng.random() < p_loose else tidy
+    return {"role": "assistant", "content": text}
 
 
 def perception_row(rng: random.Random, flash: Flash) -> dict:
@@ -286,49 +305,10 @@ def build_tokenizer(texts: list[str], vocabulary: int = 2048):
     )
 
 
-# What differs between the model types. In Qwen2.5-VL's tower, the first block attends within windows of 2 x 2 tokens.
-FAMILIES = {
-    "qwen3_vl": {
-        "rope": {"mrope_interleaved": True},
-        "text": {"head_dim": 32},
-        "tower": {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
-        "video_processor": "Qwen3VLVideoProcessor",
-    },
-    "qwen2_5_vl": {
-        "rope": {},
-        "text": {},
-        "tower": {"window_size": 56, "fullatt_block_indexes": [1]},
-        "video_processor": "Qwen2VLVideoProcessor",
-    },
-}
-
-
-def untrained_model(model_type: str, text: dict, vision: dict, ids: dict[str, int], seed: int) -> PreTrainedModel:
-    """Build an untrained model of the real class. `ids`: token of ADDED -> id."""
-    config = AutoConfig.for_model(
-        model_type,
-        text_config=text,
-        vision_config=vision,
-        image_token_id=ids["<|image_pad|>"],
-        video_token_id=ids["<|video_pad|>"],
-        vision_start_token_id=ids["<|vision_start|>"],
-        vision_end_token_id=ids["<|vision_end|>"],
-        tie_word_embeddings=text["tie_word_embeddings"],
-    )
-    torch.manual_seed(seed)
-    model = MODELS[model_type](config)
-    model.generation_config = GenerationConfig(eos_token_id=[ids["<|im_end|>"]], pad_token_id=ids["<|endoftext|>"])
-    return model
-
-
-def write_checkpoint(
-    path: Path, tokenizer, contract: VisualContract, seed: int = 0, vision: dict | None = None, model_type: str = "qwen3_vl",
-    **text_sizes,
-) -> None:  # fmt: skip
-    """Write an untrained model, with all other files that transformers and SGLang need."""
+def untrained_model(tokenizer, seed: int) -> Qwen3VLForConditionalGeneration:
+    """Build a tiny model with random weights."""
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in ADDED}
-    own = FAMILIES[model_type]
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]} | own["rope"]
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": 128,
@@ -336,29 +316,43 @@ def write_checkpoint(
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
+        "head_dim": 32,
         "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
         "bos_token_id": ids["<|endoftext|>"],
         "eos_token_id": ids["<|im_end|>"],
         "rope_parameters": rope,
     }
-    text |= own["text"] | text_sizes
-    tower = {
+    vision = {
         "depth": 2,
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_heads": 4,
-        "patch_size": contract.patch,
-        "spatial_merge_size": contract.merge,
-        "temporal_patch_size": 2,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
         "out_hidden_size": text["hidden_size"],
     }
-    tower |= own["tower"] | (vision or {})
-    untrained_model(model_type, text, tower, ids, seed).save_pretrained(path)
+    config = Qwen3VLConfig(
+        text_config=text | {"tie_word_embeddings": True},
+        vision_config=vision,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(seed)
+    model = Qwen3VLForConditionalGeneration(config)
+    model.generation_config = GenerationConfig(eos_token_id=[ids["<|im_end|>"]], pad_token_id=ids["<|endoftext|>"])
+    return model
+
+
+def write_checkpoint(path: Path, model: PreTrainedModel, tokenizer, contract: VisualContract) -> None:
+    """Write a model, with all other files that transformers and SGLang need."""
+    model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     contract.save(path)
     images = json.loads((path / "preprocessor_config.json").read_text())
-    frames = {"video_processor_type": own["video_processor"]} | images
+    frames = {"video_processor_type": "Qwen3VLVideoProcessor"} | images
     del frames["image_processor_type"]
     (path / "video_preprocessor_config.json").write_text(json.dumps(frames, indent=1))
 
@@ -404,7 +398,8 @@ def build_toy(root: Path, seed: int = 0, sizes: dict[str, int] = SIZES) -> None:
                 texts.append(content)
             else:
                 texts += [part["text"] for part in content if part["type"] == "text"]
-    write_checkpoint(root / "model", build_tokenizer(texts), CONTRACT, seed)
+    tokenizer = build_tokenizer(texts)
+    write_checkpoint(root / "model", untrained_model(tokenizer, seed), tokenizer, CONTRACT)
 
 
 def main() -> int:

@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import regex
+import tiny
 from scripts import REPO
 from tokenizers import AddedToken
 from transformers import GenerationConfig
@@ -18,7 +19,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX, Qwen2Tokenizer
 
 from runtime.visual import VisualContract
-from study import toy
 
 PACKAGES = REPO / ".qwen"
 VOCABULARY = 151_936  # rows of the embedding; the last of them stand for no token
@@ -95,7 +95,7 @@ def build_tokenizer(model: str = QWEN3) -> Qwen2Tokenizer:
 def build(path: Path) -> Path:
     """Write a checkpoint with the real tokenizer, generation config and vocabulary, and two random layers."""
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    toy.write_checkpoint(path, build_tokenizer(), CONTRACT, **sizes)
+    tiny.build_with(path, build_tokenizer(), CONTRACT, **sizes)
     sampling = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
     GenerationConfig(**sampling, eos_token_id=[151645, 151643], pad_token_id=151643).save_pretrained(path)
     return path

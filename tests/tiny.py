@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, PreTrainedModel
 
 from runtime.distributed import init_distributed, rank, world_size
 from runtime.engine import Sample
@@ -70,7 +70,7 @@ def write(
         tower |= {"window_size": 56, "fullatt_block_indexes": [1]}  # windows of 2 x 2 tokens
     sizes |= {"tie_word_embeddings": tied} | (text or {})
     tower |= {"out_hidden_size": sizes["hidden_size"]} | (vision or {})
-    model = toy.untrained_model(model_type, sizes, tower, TOKENS, seed)
+    model = random_model(model_type, sizes, tower, TOKENS, seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -81,6 +81,24 @@ def write(
     return path
 
 
+def random_model(model_type: str, text: dict, vision: dict, ids: dict[str, int], seed: int) -> PreTrainedModel:
+    """Build a model of the real class. `ids`: special token -> id."""
+    config = AutoConfig.for_model(
+        model_type,
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+        tie_word_embeddings=text["tie_word_embeddings"],
+    )
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(config)
+    model.generation_config = GenerationConfig(eos_token_id=[ids["<|im_end|>"]], pad_token_id=ids["<|endoftext|>"])
+    return model
+
+
 def build(
     path: Path, seed: int = 0, model_type: str = "qwen3_vl", contract: VisualContract | None = None,
     vision: dict | None = None, **sizes,
@@ -89,9 +107,36 @@ def build(
     prompts = [system_prompt(with_tools=True), subagent_system_prompt()]
     texts = [*prompts, CHAT_TEMPLATE, json.dumps(TOOLS["crop_video"].schema)]
     contract = contract or (CONTRACT if model_type == "qwen3_vl" else CONTRACT_14)
-    if model_type == "qwen3_vl" and not vision:
-        vision = {"deepstack_visual_indexes": [0, 1]}  # with one level, as in the toy, a wrong order would go unnoticed
-    toy.write_checkpoint(path, toy.build_tokenizer(texts, 512), contract, seed, vision, model_type, **sizes)
+    return build_with(path, toy.build_tokenizer(texts, 512), contract, seed, model_type, vision, **sizes)
+
+
+def build_with(
+    path: Path, tokenizer, contract: VisualContract, seed: int = 0, model_type: str = "qwen3_vl",
+    vision: dict | None = None, **sizes,
+) -> Path:  # fmt: skip
+    """Write a checkpoint for this tokenizer."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}
+    text = {"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192}
+    tower = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": contract.patch}
+    if model_type == "qwen3_vl":
+        text |= {"head_dim": 32, "rope_parameters": rope | {"mrope_interleaved": True}}
+        # With one level of DeepStack, as in the toy, a wrong order would go unnoticed.
+        tower |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+    else:
+        text |= {"rope_parameters": rope}
+        tower |= {"window_size": 56, "fullatt_block_indexes": [1]}  # windows of 2 x 2 tokens
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in toy.ADDED}
+    text |= {
+        "tie_word_embeddings": True,
+        "bos_token_id": ids["<|endoftext|>"],
+        "eos_token_id": ids["<|im_end|>"],
+    } | sizes
+    tower |= {"out_hidden_size": text["hidden_size"]} | (vision or {})
+    toy.write_checkpoint(path, random_model(model_type, text, tower, ids, seed), tokenizer, contract)
+    if model_type == "qwen2_5_vl":
+        file = path / "video_preprocessor_config.json"
+        file.write_text(file.read_text().replace("Qwen3VLVideoProcessor", "Qwen2VLVideoProcessor"))
     return path
 
 
