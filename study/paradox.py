@@ -29,10 +29,10 @@ from study import toy
 SEEDS = 5
 RANKS = 2  # ranks that train a cold start, on any number of cores: its figures depend on them
 KS = (4, 16, 64)  # values of K in evaluations, which sample as training does
-ALL = 0  # in place of a K: all K of an evaluation together
 
 Stage = dict[str, list[str]]  # name of a job -> its command: the arguments of Python
-Figures = dict[tuple[int, str, int], dict[str, float]]  # (seed, row, K) -> figures by name
+# (seed, row, K) -> figures by name. K is "all" for all K of an evaluation together.
+Figures = dict[tuple[int, str, int | str], dict[str, float]]
 
 
 class Row(NamedTuple):
@@ -116,7 +116,7 @@ def run_stages(stages: Sequence[Stage], root: Path) -> None:
     logs.mkdir(exist_ok=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
     running: dict[str, subprocess.Popen] = {}
-    told = time.monotonic()
+    printed_at = time.monotonic()
     for stage in stages:
         waiting = [name for name in stage if not (done / name).exists()]
         while waiting or running:
@@ -137,8 +137,8 @@ def run_stages(stages: Sequence[Stage], root: Path) -> None:
                     sys.exit(f"error: {name} failed, see {logs}/{name}.log; the same command goes on from there")
 
             # Every 20 seconds, print the last line of each log.
-            if time.monotonic() - told > 20:
-                told = time.monotonic()
+            if time.monotonic() - printed_at > 20:
+                printed_at = time.monotonic()
                 for name in running:
                     lines = (logs / f"{name}.log").read_text(errors="replace").splitlines()  # a progress bar is many
                     print(f"{name}: {lines[-1][:100] if lines else ''}", flush=True)
@@ -160,7 +160,7 @@ def read_figures(root: Path) -> Figures:
                 results = read_results(file)
                 figures[seed, row.name, results.k] = means_of(results.records, flashes)
                 records += results.records
-            figures[seed, row.name, ALL] = means_of(records, flashes)
+            figures[seed, row.name, "all"] = means_of(records, flashes)
     return figures
 
 
@@ -178,7 +178,7 @@ def means_of(records: Sequence[dict], flashes: dict[str, toy.Flash]) -> dict[str
     return means
 
 
-def by_seed(figures: Figures, row: str, name: str, k: int = ALL) -> dict[int, float]:
+def by_seed(figures: Figures, row: str, name: str, k: int | str = "all") -> dict[int, float]:
     """Return a row's figure for every seed that has it."""
     values = {}
     for (seed, *place), measured in figures.items():
@@ -187,7 +187,7 @@ def by_seed(figures: Figures, row: str, name: str, k: int = ALL) -> dict[int, fl
     return values
 
 
-def show(figures: Figures, row: str, name: str, k: int = ALL) -> str:
+def show(figures: Figures, row: str, name: str, k: int | str = "all") -> str:
     """Write a row's figure as mean ± std over seeds."""
     values = list(by_seed(figures, row, name, k).values())
     if len(values) > 1:
@@ -200,7 +200,7 @@ class Claim(NamedTuple):
 
     text: str
     figure: str
-    k: int
+    k: int | str  # a K, or "all"
     more: str  # the row with the larger figure
     less: str  # the row with the smaller one
     margin: float
@@ -219,10 +219,10 @@ class Claim(NamedTuple):
 
 # The paper's claims about its 8B model. Their margins were fixed before the runs of results/paradox.md.
 CLAIMS = (
-    Claim("plain GRPO loses its calls (kappa)", "calls", ALL, "sft", "grpo", 0.3),
-    Claim("plain GRPO loses its format (f)", "f", ALL, "sft", "grpo", 0.2, False),
+    Claim("plain GRPO loses its calls (kappa)", "calls", "all", "sft", "grpo", 0.3),
+    Claim("plain GRPO loses its format (f)", "f", "all", "sft", "grpo", 0.2, False),
     Claim("PARA-GRPO keeps them at K=4 (kappa)", "calls", 4, "paragrpo", "grpo", 0.5),
-    Claim("PARA-GRPO repairs the format (f)", "f", ALL, "paragrpo", "sft", 0.2),
+    Claim("PARA-GRPO repairs the format (f)", "f", "all", "paragrpo", "sft", 0.2),
     Claim("PARA-GRPO learns to call where it pays, at K=4 (kappa)", "calls", 4, "paragrpo", "sft", 0.15, False),
     Claim("PARA-GRPO raises accuracy at K=4", "accuracy", 4, "paragrpo", "sft", 0.1),
     Claim("plain GRPO does not: accuracy at K=4", "accuracy", 4, "paragrpo", "grpo", 0.2),

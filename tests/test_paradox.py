@@ -14,7 +14,7 @@ from evals.results import RECORD
 from rl import RLConfig
 from runtime import config
 from study import paradox, toy
-from study.paradox import ALL, CLAIMS, ROWS
+from study.paradox import CLAIMS, ROWS
 
 SEED1 = paradox.stages_of(Path("runs/paradox"), 1, ROWS)
 FOLDER = "runs/paradox/seed1"
@@ -141,14 +141,18 @@ def root(tmp_path, monkeypatch) -> Path:
 def test_figures_are_means_over_episodes_by_seed_and_row(root):
     figures = paradox.read_figures(root)
     means = {"f": 1.0, "well_formed": 1.0, "calls": 2.0, "accuracy": 1.0, "reports_right": 0.5}
-    assert figures[0, "paragrpo", 4] == figures[0, "paragrpo", ALL] == means
+    assert figures[0, "paragrpo", 4] == figures[0, "paragrpo", "all"] == means
     assert figures[0, "grpo", 4] == {"f": 0.1, "well_formed": 1.0, "calls": 0.0, "accuracy": 0.25}
     assert paradox.by_seed(figures, "sft", "accuracy", 4) == {0: 0.75, 1: 0.5}
 
 
 def test_a_claim_holds_in_the_seeds_whose_gain_reaches_the_margin():
     figures = {(seed, "paragrpo", 4): {"accuracy": accuracy} for seed, accuracy in enumerate([0.9, 0.8, 0.9])}
-    figures |= {(0, "sft", 4): {"accuracy": 0.75}, (1, "sft", 4): {"accuracy": 0.75}, (2, "sft", ALL): {"accuracy": 0}}
+    figures |= {
+        (0, "sft", 4): {"accuracy": 0.75},
+        (1, "sft", 4): {"accuracy": 0.75},
+        (2, "sft", "all"): {"accuracy": 0},
+    }
     claim = next(claim for claim in CLAIMS if claim.text == "PARA-GRPO raises accuracy at K=4")
     assert claim.gains(figures) == pytest.approx({0: 0.15, 1: 0.05})
     assert claim.true_in(figures) == {0}  # by at least 0.1
