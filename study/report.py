@@ -17,12 +17,13 @@ import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
-from episode import Episode, Trajectory, episode_of
+from episode import Episode, Trajectory, load_episodes
 from evals import results
 from rewards import turn_texts
 from runtime.answers import final_answer
@@ -36,6 +37,7 @@ from tools import choose_video
 STEPS = 10  # of a run whose episodes are on the page, evenly spread
 EPISODES = 64  # of a step, at most
 SIDE = 96  # pixels: longest side of a thumbnail
+DPI = 160  # of the curves
 LINES = {  # folder of a row of the toy -> its line; titles and colors are the README's
     "sft": {"label": "cold start", "color": "#777777", "linestyle": "--"},
     "grpo": {"label": "accuracy-only GRPO", "color": "#0072b2"},
@@ -56,22 +58,20 @@ class RunData:
     config: dict = field(default_factory=dict)  # as the run saved it
     metrics: list[dict[str, float]] = field(default_factory=list)  # of a training, by step
     outcomes: list[dict[str, float]] = field(default_factory=list)  # of an evaluation, by K
-    renderer: Renderer | None = None  # for the episodes
-    episodes: list[dict] = field(default_factory=list)  # as JSON; siblings follow each other
-    pictures: dict[str, int] = field(default_factory=dict)  # thumbnails of all runs: data URI -> index
+    episodes: list[dict] = field(default_factory=list)  # as the page shows them; siblings follow each other
 
 
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def read_run(path: Path, pictures: dict[str, int], model: Path | None = None) -> RunData:
-    """Read a run's folder, or a JSONL file of episodes. Add their frames to `pictures`."""
-    run = RunData(path.resolve().name.removesuffix(".jsonl"), pictures=pictures)
+def read_run(path: Path, model: Path | None = None) -> RunData:
+    """Read a run's folder, or a JSONL file of episodes."""
+    run = RunData(path.resolve().name.removesuffix(".jsonl"))
     files = [path]
     if not path.is_file():
         run.config = read_tree(path / "config.yaml")
         if (path / "metrics.jsonl").exists():  # of a training that has done a step
-            run.metrics = read_lines(path / "metrics.jsonl")
+            run.metrics = [json.loads(line) for line in results.whole_lines(path / "metrics.jsonl")]
         run.outcomes = read_outcomes(path)
         files = sorted((path / "episodes").glob("*.jsonl"))
     if not files:
@@ -81,19 +81,18 @@ def read_run(path: Path, pictures: dict[str, int], model: Path | None = None) ->
     checkpoint = model or Path(run.config.get("policy", run.config).get("checkpoint", ""))
     if not (checkpoint / "tokenizer_config.json").exists():
         raise ConfigError(f"{path}: the tokenizer of its episodes is not in {checkpoint}; pass --model CHECKPOINT")
-    run.renderer = Renderer(load_tokenizer(checkpoint), VisualContract.load(checkpoint))
+    renderer = Renderer(load_tokenizer(checkpoint), VisualContract.load(checkpoint))
     with Videos(workers=1) as videos:
         for file in [files[i] for i in uniform_indices(len(files), STEPS)]:
             step = re.search(r"step-(\d+)", file.name)  # the files of an evaluation have none
-            for record in read_lines(file)[:EPISODES]:
-                episode = load_with_frames(record, videos, run.renderer.contract)
-                run.episodes.append(view_episode(episode, run) | {"step": int(step[1]) if step else 0})
+            for episode in load_episodes(file)[:EPISODES]:
+                try:
+                    decode_frames(episode, videos, renderer.contract)
+                except VideoError as error:
+                    print(f"an episode is shown without frames: {error}")
+                view = view_episode(episode, run.config, renderer)
+                run.episodes.append(view | {"step": int(step[1]) if step else 0})
     return run
-
-
-def read_lines(path: Path) -> list[dict]:
-    """Read a JSONL file."""
-    return [json.loads(line) for line in results.whole_lines(path)]
 
 
 def read_outcomes(path: Path) -> list[dict[str, float]]:
@@ -105,112 +104,130 @@ def read_outcomes(path: Path) -> list[dict[str, float]]:
     return [{"K": k, **results.outcomes(asked)} for k, asked in sorted(records.items())]
 
 
-def load_with_frames(record: dict, videos: Videos, contract: VisualContract) -> Episode:
-    """Return a recorded episode with its frames. If they cannot be read, say so and return it without them."""
-    episode = episode_of(record)
-    try:
-        decode_frames(episode, videos, contract)
-    except VideoError as error:
-        print(f"an episode is shown without frames: {error}")
-    return episode
-
-
 def decode_frames(episode: Episode, videos: Videos, contract: VisualContract) -> None:
-    """Put the frames back into an episode that was read from a file, by their recorded times. Raise VideoError if a video is
-    gone or has other times now."""
+    """Put the frames back into an episode that was read from a file. Raise VideoError if a video is gone or another one."""
+    task = episode.task
+    main = episode.main
+    overview = zip(task.videos, main.prompt_clips)
+    main.prompt_clips = [decode_again(videos, path, clip, contract.frame_size) for path, clip in overview]
 
-    def decode(path: str, clip: Clip, size_rule: SizeRule) -> Clip:
-        info = videos.info(path)
-        indices = np.searchsorted(info.times, clip.times).clip(max=info.n_frames - 1).tolist()
-        decoded = videos.frames(path, indices, size_rule(info.width, info.height))
-        if decoded.times != clip.times:
-            raise VideoError(path, f"its frame times differ from the recorded {clip.times}: restore the original video")
-        return decoded
-
-    task, main = episode.task, episode.main
-    main.prompt_clips = [decode(path, clip, contract.frame_size) for path, clip in zip(task.videos, main.prompt_clips)]
-    # The frames of a call went to its sub-agent if it has one, otherwise to the main agent.
+    # A call's frames went to its sub-agent. Without one (`tool_return: frames`), they went to the main agent, in call order.
+    shown_to_main = []
     for call in episode.calls:
         if call.subagent:
             path = choose_video(task, call.arguments)
-            call.subagent.prompt_clips = [decode(path, clip, contract.crop_size) for clip in call.subagent.prompt_clips]
-    paths = [choose_video(task, call.arguments) for call in episode.calls if call.window and not call.subagent]
-    main.call_clips = [decode(path, clip, contract.crop_size) for path, clip in zip(paths, main.call_clips)]
+            clips = call.subagent.prompt_clips
+            call.subagent.prompt_clips = [decode_again(videos, path, clip, contract.crop_size) for clip in clips]
+        elif call.window:
+            shown_to_main.append(choose_video(task, call.arguments))
+    crops = zip(shown_to_main, main.call_clips)
+    main.call_clips = [decode_again(videos, path, clip, contract.crop_size) for path, clip in crops]
+
+
+def decode_again(videos: Videos, path: str, clip: Clip, size_rule: SizeRule) -> Clip:
+    """Decode the frames at a clip's times."""
+    info = videos.info(path)
+    indices = np.searchsorted(info.times, clip.times).clip(max=info.n_frames - 1).tolist()
+    decoded = videos.frames(path, indices, size_rule(info.width, info.height))
+    if decoded.times != clip.times:
+        raise VideoError(path, f"its frame times differ from the recorded {clip.times}: restore the original video")
+    return decoded
 
 
 # ------------------------------------------------------------------------------------------------ episodes
 
 
-def view_episode(episode: Episode, run: RunData) -> dict:
+def view_episode(episode: Episode, config: dict, renderer: Renderer) -> dict:
     """Return an episode as the page shows it."""
-    reward = run.config.get("reward", {})
+    reward = config.get("reward", {})
     anchor = reward.get("anchor", {})
     lam = anchor["lam"] if anchor.get("credit") == "struct" else 0.0
-    subagents_learn = run.config.get("rollout", {}).get("subagents", {}).get("train")
+    subagents_learn = config.get("rollout", {}).get("subagents", {}).get("train")
     # A_i,t = A_i + lambda * A_anchor_i * 1[t in struct(o_i)]: of other and of structural tokens
     of_main = (episode.advantage, episode.advantage + lam * episode.anchor_advantage)
     of_reports = (episode.advantage if subagents_learn else 0.0, 0.0)
     calls = []
     for call in episode.calls:
-        calls.append(vars(call) | {"subagent": call.subagent and view_agent(call.subagent, of_reports, run)})
+        calls.append(vars(call) | {"subagent": call.subagent and view_agent(call.subagent, of_reports, renderer)})
     return vars(episode) | {
         "task": vars(episode.task),
-        "main": view_agent(episode.main, of_main, run),
+        "main": view_agent(episode.main, of_main, renderer),
         "calls": calls,
-        "answer": final_answer(turn_texts(episode.main, run.renderer), reward.get("untagged_answer", "off")),
+        "answer": final_answer(turn_texts(episode.main, renderer), reward.get("untagged_answer", "off")),
         "kappa": episode.n_executed,
     }
 
 
-def view_agent(trajectory: Trajectory, advantages: tuple[float, float], run: RunData) -> list[dict]:
-    """Return an agent's tokens in blocks: the prompt, turns, and what the tools returned. An image's pads become one token."""
-    text = run.renderer.decode(trajectory.ids)
-    spans = run.renderer.offsets(trajectory.ids)
-    in_turns = {i for start, end in trajectory.turns for i in range(start, end)}
+def view_agent(trajectory: Trajectory, advantages: tuple[float, float], renderer: Renderer) -> list[dict]:
+    """Return an agent's tokens in blocks: the prompt, turns, and what the tools returned. An image's pads become one token,
+    which has the time and the picture of the frame."""
+    text = renderer.decode(trajectory.ids)
+    starts = [start for start, _ in renderer.offsets(trajectory.ids)] + [len(text)]
     frames = [frame for clip in trajectory.clips for frame in zip(clip.times, clip.pixels)]
     blocks = []
     for i, token in enumerate(trajectory.ids):
-        is_pad = token == run.renderer.image_pad
+        is_pad = token == renderer.image_pad
         if is_pad and i and trajectory.ids[i - 1] == token:
             continue
+        name = block_name(trajectory, i)
         # If tokens share a character, the last one shows it.
-        end = spans[i + 1][0] if i + 1 < len(spans) else len(text)
-        view = {"text": text[spans[i][0] : end], "kind": "forced", "fact": f"id {token}"}
-        name = "turn"
-        if trajectory.mask[i]:
-            structural = bool(trajectory.structural and trajectory.structural[i])
-            view["kind"] = "sampled structural" if structural else "sampled"
-            view["advantage"] = advantages[structural]
-            view["fact"] += f", log p {trajectory.logprobs[i]:.4f}, advantage {advantages[structural]:.3f}"
-        elif i not in in_turns:
-            name = view["kind"] = "prompt" if i < trajectory.prompt_length else "tools"
+        view = {"text": text[starts[i] : starts[i + 1]]} | token_view(trajectory, i, name, advantages)
         if is_pad and frames:
             view["time"], pixels = frames.pop(0)
-            view["picture"] = picture(pixels, run.pictures)
+            view["picture"] = thumbnail(pixels)
         if not blocks or blocks[-1]["name"] != name:
             blocks.append({"name": name, "tokens": []})
         blocks[-1]["tokens"].append(view)
     return blocks
 
 
-def picture(pixels: np.ndarray, pictures: dict[str, int]) -> int:
-    """Return the index of a frame ([H, W, 3] uint8) among the thumbnails. Add it if it is new."""
+def block_name(trajectory: Trajectory, i: int) -> str:
+    """Return the block of token i: prompt, turn (with a forced <think>) or tools."""
+    if trajectory.mask[i] or any(start <= i < end for start, end in trajectory.turns):
+        return "turn"
+    return "prompt" if i < trajectory.prompt_length else "tools"
+
+
+def token_view(trajectory: Trajectory, i: int, block: str, advantages: tuple[float, float]) -> dict:
+    """Return the style of token i, the fact that the page shows under the pointer, and its advantage if it was sampled."""
+    fact = f"id {trajectory.ids[i]}"
+    if not trajectory.mask[i]:
+        return {"style": "forced" if block == "turn" else block, "fact": fact}
+    structural = bool(trajectory.structural and trajectory.structural[i])
+    advantage = advantages[structural]
+    return {
+        "style": "sampled structural" if structural else "sampled",
+        "fact": f"{fact}, log p {trajectory.logprobs[i]:.4f}, advantage {advantage:.3f}",
+        "advantage": advantage,
+    }
+
+
+def thumbnail(pixels: np.ndarray) -> bytes:
+    """Return a frame, [H, W, 3] uint8, as a small JPEG."""
     image = Image.fromarray(pixels)
     image.thumbnail((SIDE, SIDE))
     file = io.BytesIO()
     image.save(file, "JPEG", quality=80, subsampling=0)
-    return pictures.setdefault(data_uri(file), len(pictures))
+    return file.getvalue()
 
 
-def data_uri(file: io.BytesIO) -> str:
-    return "data:image;base64," + base64.b64encode(file.getvalue()).decode()
+def data_uri(picture: bytes) -> str:
+    return "data:image;base64," + base64.b64encode(picture).decode()
 
 
 # ------------------------------------------------------------------------------------------------ curves
 
 
-def curves(runs: list[RunData], key: str, by: str = "step") -> dict[str, tuple[list, np.ndarray, np.ndarray]]:
-    """Return x (steps or K), mean and standard deviation (n - 1) over the runs of each name that has the key."""
+class Curve(NamedTuple):
+    """A metric of the runs of one name."""
+
+    x: list[int]  # steps or K
+    mean: np.ndarray  # over the runs
+    std: np.ndarray  # with n - 1
+
+
+def curves(runs: list[RunData], key: str, by: str = "step") -> dict[str, Curve]:
+    """Return the curve of each name whose runs have the key."""
     values: dict[str, dict[int, list[float]]] = {}
     for run in runs:
         for row in run.metrics if by == "step" else run.outcomes:
@@ -220,12 +237,12 @@ def curves(runs: list[RunData], key: str, by: str = "step") -> dict[str, tuple[l
     for name, at_x in values.items():
         x = sorted(at_x)
         std = [np.std(at_x[s], ddof=1) if len(at_x[s]) > 1 else 0.0 for s in x]
-        by_name[name] = x, np.array([np.mean(at_x[s]) for s in x]), np.array(std)
+        by_name[name] = Curve(x, np.array([np.mean(at_x[s]) for s in x]), np.array(std))
     return by_name
 
 
-def draw_png(file: Path | io.BytesIO, runs: list[RunData], panels: dict[str, str], by: str) -> list[float]:
-    """Write a PNG of panels (key -> title) side by side. Return x at the picture's left and right edge, for the first panel."""
+def draw(runs: list[RunData], panels: dict[str, str], by: str) -> Figure:
+    """Draw panels (key -> title) side by side."""
     figure = Figure(figsize=(3.9 * len(panels), 2.9), layout="constrained")
     for axis, (key, title) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
         for name, (x, mean, std) in curves(runs, key, by).items():
@@ -239,8 +256,7 @@ def draw_png(file: Path | io.BytesIO, runs: list[RunData], panels: dict[str, str
         axis.set_ylim(bottom=min(0.0, axis.get_ylim()[0]))
         axis.grid(axis="y", alpha=0.25)
     figure.legend(*axis.get_legend_handles_labels(), loc="outside upper left", ncols=2 * len(panels), frameon=False)
-    figure.savefig(file, dpi=160)
-    return figure.axes[0].transData.inverted().transform([(0, 0), (figure.bbox.width, 0)])[:, 0].tolist()
+    return figure
 
 
 def sections_of(runs: list[RunData]) -> dict[str, list[dict]]:
@@ -251,10 +267,14 @@ def sections_of(runs: list[RunData]) -> dict[str, list[dict]]:
     for section, panels in {"After training": RESULTS, "While training": CURVES, "Other metrics": others}.items():
         by = "K" if panels is RESULTS else "step"
         for key, title in panels.items():
-            if len({value for _, mean, _ in curves(runs, key, by).values() for value in mean}) > 1:
+            if len({value for curve in curves(runs, key, by).values() for value in curve.mean}) > 1:
+                figure = draw(runs, {key: title}, by)
                 file = io.BytesIO()
-                edges = draw_png(file, runs, {key: title}, by)
-                panel = {"title": title, "by": by, "picture": data_uri(file), "edges": edges}
+                figure.savefig(file, dpi=DPI)
+                # A click is at an x between those of the picture's left and right edge.
+                corners = [(0, 0), (figure.bbox.width, 0)]
+                edges = figure.axes[0].transData.inverted().transform(corners)[:, 0].tolist()
+                panel = {"title": title, "by": by, "picture": data_uri(file.getvalue()), "edges": edges}
                 drawn.setdefault(section, []).append(panel)
     return drawn
 
@@ -264,8 +284,9 @@ def lead(runs: list[RunData]) -> str:
     by_name = curves(runs, "accuracy", "K")
     if not {"grpo", "paragrpo"} <= by_name.keys():
         return ""
-    k = by_name["grpo"][0][0]
-    before, after = by_name["grpo"][1][0], by_name["paragrpo"][1][0]
+    k = by_name["grpo"].x[0]
+    before = by_name["grpo"].mean[0]
+    after = by_name["paragrpo"].mean[0]
     claim = "from one cold start, accuracy-only GRPO stops calling and loses its tags; PARA-GRPO keeps both"
     return f"What to see: {claim}, and with {k} frames it answers {after:.2f} right instead of {before:.2f}."
 
@@ -277,9 +298,11 @@ def write_page(path: str | Path, runs: list[RunData]) -> None:
         "lead": lead(runs),
         "sections": sections_of(runs),
         "runs": [LINES.get(run.name, {"label": run.name}) | {"episodes": run.episodes} for run in shown],
-        "pictures": list(runs[0].pictures),
     }
-    content = json.loads(json.dumps(content), parse_constant=lambda name: None)  # a browser's JSON has no NaN
+    indices: dict[bytes, int] = {}  # siblings show the same pictures, and the page holds each once
+    text = json.dumps(content, default=lambda picture: indices.setdefault(picture, len(indices)))
+    content = json.loads(text, parse_constant=lambda name: None)  # a browser's JSON has no NaN
+    content["pictures"] = [data_uri(picture) for picture in indices]
     # Text of models contains tags. Escaped, they cannot end the script element that holds the data.
     text = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
     page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
@@ -293,9 +316,8 @@ def main() -> None:
     parser.add_argument("--png", type=Path, metavar="DIR", help="also draw DIR/curves.png and DIR/outcomes.png")
     parser.add_argument("--model", type=Path, help="checkpoint with the tokenizer and contract of the episodes")
     args = parser.parse_args()
-    pictures = {}
     try:
-        runs = [read_run(path, pictures, args.model) for path in args.runs]
+        runs = [read_run(path, args.model) for path in args.runs]
     except (ConfigError, DataError) as error:
         sys.exit(f"error: {error}")
     runs.sort(key=lambda run: [*LINES, run.name].index(run.name))  # in the order of LINES; others come last
@@ -305,8 +327,8 @@ def main() -> None:
     print(f"{out}: {len(runs)} runs, {out.stat().st_size / 2**20:.1f} MiB")
     if args.png:
         args.png.mkdir(parents=True, exist_ok=True)
-        draw_png(args.png / "curves.png", runs, CURVES, "step")
-        draw_png(args.png / "outcomes.png", runs, RESULTS, "K")
+        draw(runs, CURVES, "step").savefig(args.png / "curves.png", dpi=DPI)
+        draw(runs, RESULTS, "K").savefig(args.png / "outcomes.png", dpi=DPI)
 
 
 if __name__ == "__main__":

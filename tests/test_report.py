@@ -93,7 +93,7 @@ def test_runs_of_one_name_are_a_mean_with_their_standard_deviation():
 def test_an_evaluation_has_means_over_its_items_on_the_line_of_its_training(tmp_path):
     folder = write_evaluation(tmp_path / "eval" / "grpo", 4, [1, 1, 1, 1], arm="none")  # not shown
     write_evaluation(folder, 4, [1, 0, 0, 0])
-    runs = [read_run(folder, {}), RunData("grpo", metrics=[{"step": 0, "f": 1.0}])]
+    runs = [read_run(folder), RunData("grpo", metrics=[{"step": 0, "f": 1.0}])]
     x, accuracy, _ = curves(runs, "accuracy", "K")["grpo"]
     assert (x, list(accuracy)) == ([4], [0.25])
     assert list(curves(runs, "calls", "K")["grpo"][1]) == [0.5]
@@ -136,12 +136,12 @@ def test_a_run_that_still_goes_on_shows_what_it_has(tmp_path, renderer, checkpoi
         file.write('{"step": 1, "f')
     file = run / "episodes" / "step-000000.jsonl"
     file.write_text(file.read_text()[:-2000])
-    read = read_run(run, {}, checkpoint)
+    read = read_run(run, checkpoint)
     assert read.metrics == [{"step": 0, "f": 0.5}]
     assert len(read.episodes) == 1
     begun = write_run(tmp_path / "b", [])
     (begun / "metrics.jsonl").unlink()
-    report.write_page(tmp_path / "page.html", [read_run(begun, {})])
+    report.write_page(tmp_path / "page.html", [read_run(begun)])
     assert content(tmp_path / "page.html")["runs"] == []
 
 
@@ -150,32 +150,32 @@ def test_a_page_shows_an_episode_with_numbers_that_are_none(tmp_path, renderer, 
     episodes = play(renderer)
     episodes[0].rewards = {"R": math.nan}
     run = write_run(tmp_path / "a", [], episodes, renderer)
-    report.write_page(tmp_path / "page.html", [read_run(run, {}, checkpoint)])
+    report.write_page(tmp_path / "page.html", [read_run(run, checkpoint)])
     assert '"rewards":{"R":null}' in (tmp_path / "page.html").read_text("utf-8")
 
 
 def test_episodes_whose_videos_are_gone_are_shown_without_frames(tmp_path, renderer, checkpoint, capsys):
-    run = read_run(write_run(tmp_path / "run", [], play(renderer), renderer), {}, checkpoint)
+    run = read_run(write_run(tmp_path / "run", [], play(renderer), renderer), checkpoint)
     assert said(run.episodes[0]["main"], "sampled") == FIRST + SECOND
-    assert run.pictures == {}
+    assert not any("picture" in token for episode in run.episodes for token in tokens(episode["main"], ""))
     assert "shown without frames: /gone/v.mp4" in capsys.readouterr().out
 
 
 # ---- episodes
 
 
-def tokens(blocks: list[dict], kind: str) -> list[dict]:
-    return [token for block in blocks for token in block["tokens"] if kind in token["kind"]]
+def tokens(blocks: list[dict], style: str) -> list[dict]:
+    return [token for block in blocks for token in block["tokens"] if style in token["style"]]
 
 
-def said(blocks: list[dict], kind: str) -> str:
-    """Return the text of the tokens of one kind, as the page joins them."""
-    return "".join(token["text"] for token in tokens(blocks, kind))
+def said(blocks: list[dict], style: str) -> str:
+    """Return the text of the tokens of one style, as the page joins them."""
+    return "".join(token["text"] for token in tokens(blocks, style))
 
 
 def test_each_token_says_who_wrote_it_and_whether_it_is_structural(renderer):
     [episode, _] = play(renderer)
-    main = view_episode(episode, RunData("a", renderer=renderer))["main"]
+    main = view_episode(episode, {}, renderer)["main"]
     assert [block["name"] for block in main] == ["prompt", "turn", "tools", "turn"]
     assert said(main, "sampled") == FIRST + SECOND
     assert said(main, "forced") == "<think>\n" * 2
@@ -190,10 +190,10 @@ def test_each_token_says_who_wrote_it_and_whether_it_is_structural(renderer):
 @pytest.mark.parametrize(("credit", "expected"), [("struct", 0.65), ("off", 0.25)])
 def test_a_structural_token_has_the_anchors_advantage_too(renderer, credit, expected):
     config = {"reward": {"anchor": {"credit": credit, "lam": 0.5}}}
-    view = view_episode(play(renderer)[0], RunData("a", config, renderer=renderer))
+    view = view_episode(play(renderer)[0], config, renderer)
     sampled = tokens(view["main"], "sampled")
-    assert {token["advantage"] for token in sampled if "structural" not in token["kind"]} == {0.25}
-    assert {token["advantage"] for token in sampled if "structural" in token["kind"]} == {expected}  # 0.25 + 0.5 * 0.8
+    assert {token["advantage"] for token in sampled if "structural" not in token["style"]} == {0.25}
+    assert {token["advantage"] for token in sampled if "structural" in token["style"]} == {expected}  # 0.25 + 0.5 * 0.8
 
 
 def test_a_file_of_episodes_has_each_frame_of_the_video_once(tmp_path, toy_dir, videos):
@@ -203,13 +203,16 @@ def test_a_file_of_episodes_has_each_frame_of_the_video_once(tmp_path, toy_dir, 
     with (tmp_path / "trace.jsonl").open("w") as file:
         for episode in played:
             dump(episode, file, renderer.readable)
-    run = read_run(tmp_path / "trace.jsonl", {}, toy_dir / "model")
+    run = read_run(tmp_path / "trace.jsonl", toy_dir / "model")
+    report.write_page(tmp_path / "page.html", [run])
     clips = [clip for agent in played[0].trajectories for clip in agent.clips]
-    assert len(run.pictures) == len({pixels.tobytes() for clip in clips for pixels in clip.pixels})
+    assert len(content(tmp_path / "page.html")["pictures"]) == len(
+        {pixels.tobytes() for clip in clips for pixels in clip.pixels}
+    )
     shown = [token for token in tokens(run.episodes[1]["calls"][0]["subagent"], "prompt") if "picture" in token]
     seen = played[0].calls[0].subagent.clips[0]
     assert [token["time"] for token in shown] == list(seen.times)
-    difference = pixels(list(run.pictures)[shown[3]["picture"]]) - seen.pixels[3]
+    difference = pixels(report.data_uri(shown[3]["picture"])) - seen.pixels[3]
     assert np.abs(difference).mean() < 12  # JPEG loses some of the noise
 
 
