@@ -81,7 +81,7 @@ class SGLang(Engine):
         self.start_timeout = start_timeout
         self._frames = FrameFiles(frames)
         self._last_reader: dict[int, _Server] = {}  # hash of a shared prompt -> the server that read it last
-        self._lock = threading.Lock()  # guards all fields, also those of a server
+        self._lock = threading.Lock()  # held whenever one of these fields, or a field of a server, changes
 
         self.servers = [_Server(url.rstrip("/")) for url in urls]  # those in use
         if gpus:
