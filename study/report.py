@@ -37,7 +37,7 @@ from tools import choose_video
 STEPS = 10  # of a run whose episodes are on the page, evenly spread
 EPISODES = 64  # of a step, at most
 SIDE = 96  # pixels: longest side of a thumbnail
-DPI = 160  # of the curves
+DPI = 160  # resolution of the panels
 LINES = {  # folder of a row of the toy -> its line; titles and colors are the README's
     "sft": {"label": "cold start", "color": "#777777", "linestyle": "--"},
     "grpo": {"label": "accuracy-only GRPO", "color": "#0072b2"},
@@ -241,7 +241,7 @@ def curves(runs: list[RunData], key: str, by: str = "step") -> dict[str, Curve]:
     return by_name
 
 
-def draw(runs: list[RunData], panels: dict[str, str], by: str) -> Figure:
+def draw_panels(runs: list[RunData], panels: dict[str, str], by: str) -> Figure:
     """Draw panels (key -> title) side by side."""
     figure = Figure(figsize=(3.9 * len(panels), 2.9), layout="constrained")
     for axis, (key, title) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
@@ -268,7 +268,7 @@ def sections_of(runs: list[RunData]) -> dict[str, list[dict]]:
         by = "K" if panels is RESULTS else "step"
         for key, title in panels.items():
             if len({value for curve in curves(runs, key, by).values() for value in curve.mean}) > 1:
-                figure = draw(runs, {key: title}, by)
+                figure = draw_panels(runs, {key: title}, by)
                 file = io.BytesIO()
                 figure.savefig(file, dpi=DPI)
                 # A click is at an x between those of the picture's left and right edge.
@@ -327,8 +327,8 @@ def main() -> None:
     print(f"{out}: {len(runs)} runs, {out.stat().st_size / 2**20:.1f} MiB")
     if args.png:
         args.png.mkdir(parents=True, exist_ok=True)
-        draw(runs, CURVES, "step").savefig(args.png / "curves.png", dpi=DPI)
-        draw(runs, RESULTS, "K").savefig(args.png / "outcomes.png", dpi=DPI)
+        draw_panels(runs, CURVES, "step").savefig(args.png / "curves.png", dpi=DPI)
+        draw_panels(runs, RESULTS, "K").savefig(args.png / "outcomes.png", dpi=DPI)
 
 
 if __name__ == "__main__":
