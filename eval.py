@@ -38,27 +38,26 @@ from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, load_sp
 from evals.protocols import Prompting, run_protocol
 from evals.results import EvalJob, read_results, resume, unlike_published
 from rewards import RewardConfig, score, turn_texts
-from rollout import AgentContext, RolloutConfig, derive_seed, open_engine
+from rollout import AgentContext, RolloutConfig, derive_seed
 from runtime.answers import final_answer
-from runtime.api import Api, Judge, JudgeError, OpenAI, check_api
+from runtime.api import Api, Judge, JudgeError, require_api
 from runtime.checkpoints import find_checkpoint, on_the_hub, weights_digest
 from runtime.checks import (
-    USER_ERRORS,
-    check_run,
-    check_servers,
-    only_run_in,
-    passed,
+    refuse_other_run,
     refuse_other_weights,
     refuse_template,
+    require_servers,
+    require_writable,
 )
 from runtime.config import ConfigError, refuse_below_1, save_run, suggest, write_whole
 from runtime.dataset import DataError
-from runtime.engine import Engine, run_all
+from runtime.engine import run_all
+from runtime.open_engine import open_engine
 from runtime.plan import PUBLISHED
 from runtime.policy import MODELS
 from runtime.prompts import Prompts
 from runtime.render import Renderer, load_tokenizer
-from runtime.script import command_line, run_script
+from runtime.script import command_line, only_run_in, passed, run_script
 from runtime.video import Videos
 from runtime.visual import VisualContract, read_json
 
@@ -191,9 +190,10 @@ def main(cfg: EvalConfig) -> int:
 
     # Ask the remaining items. Nothing is written before the engine is up.
     if any(resume(job)[1] for job in jobs):
+        logs = Path(cfg.run) / "logs"
         with (
             only_run_in(Path(cfg.run)),
-            contextlib.closing(open_model(cfg, folder, renderer)) as engine,
+            contextlib.closing(open_engine(folder, renderer, cfg.rollout, logs, api=cfg.api)) as engine,
             Videos(cfg.decoders) as videos,
         ):
             save_with_sizes(cfg, folder)
@@ -227,27 +227,26 @@ def run_job(job: EvalJob, kept: list[dict], items: list[Item], context: AgentCon
     write_whole(job.path, "".join(json.dumps(line) + "\n" for line in kept))
     judge = Judge(cfg.grading.judge)
     episodes = Path(cfg.run) / "episodes" / job.path.name
-    episodes_lock = threading.Lock()
-
-    def ask(item: Item) -> dict:
-        """Ask an item in its thread. Its episode is dropped, because the frames of all episodes would fill the memory."""
-        line, episode = ask_item(item, job.k, context, cfg, judge)
-        if cfg.save_episodes:
-            episodes.parent.mkdir(exist_ok=True)
-            with episodes_lock, episodes.open("a", encoding="utf-8") as file:
-                dump(episode, file, context.renderer.readable)
-        return line
-
+    writing = threading.Lock()
     bar = tqdm(total=len(items), desc=f"{job.split} K={job.k} {job.arm}", unit="item")
     with job.path.open("a", encoding="utf-8") as file, bar:
 
-        def write(_: int, line: dict) -> None:
-            file.write(json.dumps(line) + "\n")  # as ASCII, so that no separator of Unicode breaks the line
-            file.flush()
-            bar.update()
+        def ask(item: Item) -> None:
+            """Ask an item in its thread, and write its line. Its episode is dropped, because the frames of all episodes would
+            fill the memory."""
+            line, episode = ask_item(item, job.k, context, cfg, judge)
+            with writing:
+                if cfg.save_episodes:
+                    episodes.parent.mkdir(exist_ok=True)
+                    with episodes.open("a", encoding="utf-8") as record:
+                        dump(episode, record, context.renderer.readable)
+                file.write(json.dumps(line) + "\n")  # as ASCII, so that no separator of Unicode breaks the line
+                file.flush()
+                bar.update()
 
         try:
-            run_all(context.engine, [partial(ask, item) for item in items], cfg.rollout.concurrency, write)
+            jobs = {i: partial(ask, item) for i, item in enumerate(items)}
+            run_all(context.engine, jobs, cfg.rollout.concurrency)
         finally:
             context.stopped.set()  # after an error, no episode starts another turn
 
@@ -296,13 +295,6 @@ def as_trained(rollout: RolloutConfig, folder: Path | None) -> RolloutConfig:
     return replace(rollout, think_prefix=trained.get("think_prefix", False))
 
 
-def open_model(cfg: EvalConfig, folder: Path, renderer: Renderer) -> Engine:
-    if cfg.api.url:
-        return OpenAI(cfg.api, renderer)
-    gpus = () if cfg.rollout.urls else cfg.rollout.server_gpus  # the default is all GPUs, so `urls` must override it
-    return open_engine(folder, renderer, replace(cfg.rollout, server_gpus=gpus), logs=Path(cfg.run) / "logs")
-
-
 # ------------------------------------------------------------------------------------------------ checks
 
 
@@ -320,7 +312,7 @@ def dry_run(cfg: EvalConfig) -> None:
 def prepare(cfg: EvalConfig, dry: bool = False) -> tuple[list[EvalJob], Path | None, Renderer | None]:
     """Return the jobs, and the checkpoint's folder and renderer. Refuse what cannot run, or would mix its results with others,
     before anything is written or loaded. A dry run downloads no checkpoint."""
-    # The datasets. All that are missing are told at once.
+    # The datasets. Name all that are missing at once.
     jobs = []
     missing = []
     for split in cfg.splits:
@@ -343,9 +335,9 @@ def prepare(cfg: EvalConfig, dry: bool = False) -> tuple[list[EvalJob], Path | N
     else:
         folder = find_checkpoint(cfg.checkpoint, weights=not cfg.api.url)  # an API needs only the tokenizer
         contract = cfg.visual or VisualContract.load(folder)
-        contract.check(folder)
+        contract.refuse_unlike(folder)
         prompts = cfg.prompts or Prompts.load(folder)
-        prompts.check(folder)
+        prompts.refuse_unlike(folder)
         renderer = Renderer(load_tokenizer(folder), contract, prompts)
         try:
             refuse_template(folder, renderer, dict(zip(cfg.rollout.tools, cfg.rollout.schemas)))
@@ -359,7 +351,8 @@ def prepare(cfg: EvalConfig, dry: bool = False) -> tuple[list[EvalJob], Path | N
 
     # The run's folder. Answers under other settings are refused, and so are those of another model.
     jobs = [replace(job, rollout=as_trained(job.rollout, folder)) for job in jobs]
-    check_run(cfg)
+    require_writable(cfg.run)
+    refuse_other_run(cfg)
     if folder:
         refuse_other_weights(Path(cfg.run), folder, f"checkpoint = {cfg.checkpoint!r}")
     any_left = any(resume(job)[1] for job in jobs)
@@ -367,25 +360,27 @@ def prepare(cfg: EvalConfig, dry: bool = False) -> tuple[list[EvalJob], Path | N
 
     # The model and the judge, if there is something to ask.
     if any_left:
-        check_engine(cfg, folder)
+        require_engine(cfg, folder)
         passed("model and judge", dry)
     return jobs, folder, renderer
 
 
-def check_engine(cfg: EvalConfig, folder: Path | None) -> None:
+def require_engine(cfg: EvalConfig, folder: Path | None) -> None:
     """Refuse a model or a judge that does not answer, and a model that this process cannot run."""
     if cfg.grading.open_answer == "judge":
-        check_api(cfg.grading.judge)
+        require_api(cfg.grading.judge)
     if cfg.api.url:
-        check_api(cfg.api)
+        require_api(cfg.api)
         return
-    check_servers(cfg.rollout)
-    if cfg.rollout.urls or cfg.rollout.server_gpus or not folder:
+    require_servers(cfg.rollout)
+    if cfg.rollout.uses_servers or not folder:
         return
     family = read_json(folder / "config.json")["model_type"]
     if family not in MODELS:
-        told = f"checkpoint = {cfg.checkpoint!r}: this process runs {' and '.join(MODELS)}, not {family!r}"
-        raise ConfigError(f"{told}; install SGLang, or set rollout.urls")
+        raise ConfigError(
+            f"checkpoint = {cfg.checkpoint!r}: this process runs {' and '.join(MODELS)}, not {family!r}; "
+            "install SGLang, or set rollout.urls"
+        )
 
 
 if __name__ == "__main__":
@@ -396,4 +391,4 @@ if __name__ == "__main__":
     if (near := difflib.get_close_matches(first, tables.COMMANDS)) and not Path(first).exists():
         sys.exit(f"error: {first}: neither a config nor a command; did you mean {near[0]}?")
     cfg, args = command_line(EvalConfig, __doc__)
-    run_script(dry_run if args.dry_run else main, cfg, *USER_ERRORS)
+    run_script(dry_run if args.dry_run else main, cfg)

@@ -34,17 +34,16 @@ from episode import Group, Task, keep_episodes
 from grpo import GRPOConfig, accumulate, assign_advantages, make_train_groups
 from metrics import add_format_metrics, describe, speed
 from rewards import RewardConfig, give_rewards
-from rollout import AgentContext, RolloutConfig, open_engine, render_prompt, rollout
+from rollout import AgentContext, RolloutConfig, render_prompt, rollout
 from runtime.api import Judge
 from runtime.checkpoints import load_policy
-from runtime.checks import USER_ERRORS, check_servers, open_run, work_of
+from runtime.checks import require_servers
 from runtime.config import ConfigError, refuse_below_1
 from runtime.dataset import Dataset
 from runtime.distributed import (
     barrier,
     gather,
     init_distributed,
-    local_rank,
     local_size,
     mean_over_ranks,
     print0,
@@ -53,6 +52,7 @@ from runtime.distributed import (
     world_size,
 )
 from runtime.engine import Engine
+from runtime.open_engine import open_engine
 from runtime.plan import plan_rl
 from runtime.policy import Policy
 from runtime.render import Renderer
@@ -60,14 +60,15 @@ from runtime.run import (
     Clock,
     Run,
     RunConfig,
-    check_gap,
-    check_room,
     make_optimizer,
     optimizer_step,
     refuse_empty,
-    self_check,
+    refuse_infinite_gap,
+    require_agreement,
+    require_memory,
+    warn_of_gap,
 )
-from runtime.script import command_line, run_script
+from runtime.script import Script, command_line, open_run, run_training
 from runtime.servers import IMAGE_BYTES
 from runtime.video import VideoError, Videos
 from runtime.weights import WeightSync, snapshot_folders
@@ -135,7 +136,7 @@ SHOWN += ("grad_norm", "seconds")
 def main(cfg: RLConfig) -> None:
     """Build the parts of a run, train to the last step, and export the policy."""
     init_distributed()
-    with open_run(cfg, parse_task, check_hardware) as (source, renderer):
+    with open_run(cfg, SCRIPT) as (source, renderer):
         # Load the policy and the KL's reference. `Run` then restores policy and optimizer from the newest state.
         policy_cfg = replace(cfg.policy, checkpoint=str(source))
         policy = load_policy(policy_cfg, renderer.never_sampled)
@@ -191,12 +192,13 @@ def train(
 
         # Update. Before the first update, check that the trainer computes the engine's log-probs.
         if step == run.steps_done:
-            self_check(policy, groups, cfg.rollout.temperature, cfg.rollout.subagents.temperature)
+            require_agreement(policy, groups, cfg.rollout.temperature, cfg.rollout.subagents.temperature)
         measured = accumulate(policy, reference, train_groups, total_tokens, cfg.rollout.temperature, cfg.grpo)
         measured["grad_norm"] = 0.0
         if measured["learned_tokens"]:  # otherwise no rank has a group to learn from, and AdamW would only decay
             measured["grad_norm"] = optimizer_step(policy, run.optimizer, cfg.optim, step, cfg.steps)
-        check_gap(measured["logprob_gap"], measured["logprob_gap_max"], step)
+        refuse_infinite_gap(measured["logprob_gap"], measured["logprob_gap_max"], step)
+        warn_of_gap(measured["logprob_gap"], measured["logprob_gap_max"], step)
         clock.lap("train")
 
         # Sync: write the new weights while the engine may still sample, and load them once it has finished.
@@ -213,7 +215,7 @@ def train(
         tokens = sum(len(group.bundle) for group in train_groups)
         measured |= speed(policy.cfg, tokens, clock.seconds["train_seconds"]) | clock.seconds
         measured |= sum_over_ranks({"bad_rows": len(sampler.dataset.bad)})
-        if cfg.rollout.server_gpus or cfg.rollout.urls:
+        if cfg.rollout.uses_servers:
             measured["servers"] = min(gather(len(sampler.engine.servers)))  # a rank stops using a server that fails
         if cfg.val and run.is_time(step, cfg.eval_every):
             measured |= evaluate(held_out, sampler, cfg, judge)
@@ -306,29 +308,11 @@ class Sampler:
 @contextlib.contextmanager
 def open_sampler(cfg: RLConfig, source: Path, renderer: Renderer) -> Iterator[tuple[Sampler, WeightSync]]:
     """Open engine, video decoders and the folders of weights and frames for the length of the block."""
-    image_bytes = IMAGE_BYTES if cfg.rollout.server_gpus or cfg.rollout.urls else 0
+    image_bytes = IMAGE_BYTES if cfg.rollout.uses_servers else 0
     with snapshot_folders(cfg.run, source, image_bytes) as (snapshots, frames):
-        engine = start_engine(source, renderer, cfg, frames)
+        engine = open_engine(source, renderer, cfg.rollout, Path(cfg.run) / "logs", frames)
         with Videos(cfg.workers) as videos, contextlib.closing(Sampler(cfg, engine, renderer, videos)) as sampler:
             yield sampler, WeightSync(snapshots, engine, cfg.rollout, cfg.visual)
-
-
-def start_engine(source: Path, renderer: Renderer, cfg: RLConfig, frames: Path) -> Engine:
-    """Open the engine in this process, or start servers: a node's first rank owns them, its others connect. Servers read
-    their frames from a folder below `frames`."""
-    if not cfg.rollout.server_gpus:
-        return open_engine(source, renderer, cfg.rollout, frames=frames)
-    engine = None
-    if local_rank() == 0:
-        logs = Path(cfg.run) / "logs"
-        if rank() > 0:
-            logs /= f"node-{rank() // local_size()}"
-        engine = open_engine(source, renderer, cfg.rollout, logs, frames)
-    urls_by_rank = gather(engine.urls if engine else None)  # the others wait here until the servers are ready
-    if engine:
-        return engine
-    urls = urls_by_rank[rank() - local_rank()]  # those of this node's first rank
-    return open_engine(source, renderer, replace(cfg.rollout, server_gpus=(), urls=tuple(urls)), frames=frames)
 
 
 # ------------------------------------------------------------------------------------------------ evaluation
@@ -364,15 +348,15 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
 # ------------------------------------------------------------------------------------------------ checks
 
 
-def check_hardware(cfg: RLConfig, dry: bool = False) -> None:
+def require_hardware(cfg: RLConfig, dry: bool = False) -> None:
     """Refuse a run whose models do not fit on this machine's GPUs, or whose servers cannot start."""
-    check_room(cfg, dry, plan_rl)
+    require_memory(cfg, dry, plan_rl)
     ranks = cfg.plan.gpus if dry else world_size()
     if cfg.batch_tasks < ranks:
         raise ConfigError(f"batch_tasks = {cfg.batch_tasks}: each of {ranks} ranks needs a task; raise it")
     # A dry run may be on a machine without GPUs.
     if not dry or torch.cuda.is_available() or not cfg.rollout.server_gpus:
-        check_servers(cfg.rollout, local_size())
+        require_servers(cfg.rollout, local_size())
 
 
 def count_tokens(task: Task, cfg: RLConfig, renderer: Renderer, videos: Videos) -> int:
@@ -380,8 +364,12 @@ def count_tokens(task: Task, cfg: RLConfig, renderer: Renderer, videos: Videos) 
     return len(render_prompt(task, max(cfg.choices_of_k), AgentContext(None, renderer, videos, cfg.rollout)).ids)
 
 
+def describe_step(cfg: RLConfig) -> str:
+    episodes = f"{cfg.batch_tasks} tasks x {cfg.grpo.group_size} episodes at K in {list(cfg.choices_of_k)}"
+    return f"{episodes}, one update; {cfg.steps} steps"
+
+
+SCRIPT = Script(main, parse_task, count_tokens, require_hardware, describe_step)
+
 if __name__ == "__main__":
-    cfg, args = command_line(RLConfig, __doc__)
-    step = f"{cfg.batch_tasks} tasks x {cfg.grpo.group_size} episodes at K in {list(cfg.choices_of_k)}"
-    step += f", one update; {cfg.steps} steps"
-    run_script(work_of(args, main, parse_task, check_hardware, count_tokens, step), cfg, *USER_ERRORS)
+    run_training(SCRIPT, *command_line(RLConfig, __doc__))

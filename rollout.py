@@ -23,22 +23,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from tqdm import tqdm
 
 from data import overview
 from episode import Call, Episode, Group, Task, Trajectory
 from runtime.config import refuse_below_1, suggest
 from runtime.dataset import RowError, row_errors
-from runtime.engine import ActiveCallers, Engine, EngineError, run_all
-from runtime.inprocess import InProcess
+from runtime.engine import Engine, EngineConfig, EngineError, run_all
 from runtime.render import NO_REPORT, THINK_PREFIX, Rendered, Renderer
-from runtime.servers import SGLang, server_flags
 from runtime.video import Clip, VideoError, Videos
 from runtime.visual import ContractError
 from tools import TOOLS, ClipForSubagent, ToolError, parse_calls, run_tool
@@ -47,7 +43,6 @@ from tools import TOOLS, ClipForSubagent, ToolError, parse_calls, run_tool
 GIVEN_UP = "This call took too long and was given up."
 OVER_LIMIT = "This call was not run: at most {} calls may run in one turn."
 NO_CALLS_LEFT = "No calls are left. Give the final answer now."
-MAX_THREADS = 1_000_000  # no limit
 MIN_TURN_TOKENS = 16  # room that the context must have left for another turn
 log = logging.getLogger(__name__)
 
@@ -68,7 +63,7 @@ class SubagentConfig:
 
 
 @dataclass(frozen=True)
-class RolloutConfig:
+class RolloutConfig(EngineConfig):
     """How an agent runs, and which engine samples its tokens."""
 
     tools: tuple[str, ...] = ("crop_video",)
@@ -85,8 +80,6 @@ class RolloutConfig:
     """Calls that run in one turn. Further calls get an error text."""
     max_new_tokens: int = 2048
     """Longest turn, in tokens. A turn that is cut off ends the episode."""
-    max_context: int = 32_768
-    """Longest trajectory, in tokens."""
     temperature: float = 0.7
     """Sampling temperature of the main agent. 0: greedy."""
     call_timeout: float = 600.0
@@ -94,19 +87,9 @@ class RolloutConfig:
     concurrency: int = 256
     """Episodes that run at once on each rank."""
     subagents: SubagentConfig = field(default_factory=SubagentConfig)
-    server_gpus: tuple[int, ...] = ()
-    """GPUs on which this run starts SGLang servers, one server per `tensor_parallel` GPUs."""
-    tensor_parallel: int = 1
-    """GPUs per server, taken in order: with 2, `server_gpus: [4, 5, 6, 7]` starts a server on 4 and 5 and one on 6 and 7."""
-    urls: tuple[str, ...] = ()
-    """SGLang servers that run on this machine. If the vision tower trains, start them with SGLANG_VLM_CACHE_SIZE_MB=0: their
-    cache of image embeddings survives a weight update. Without server_gpus and urls, the model runs in this process."""
-    server_args: tuple[str, ...] = ()
-    """Extra flags for `sglang.launch_server`, after those of `runtime.servers.server_flags`."""
-    max_batch_tokens: int = 131_072
-    """For the model in this process: the most rows * length of a batch. It bounds the memory of the KV cache."""
 
     def __post_init__(self):
+        super().__post_init__()
         unknown = [name for name in self.tools if name not in TOOLS]
         if unknown:
             raise ValueError(f"tools = {unknown}: not in tools.TOOLS; {suggest(unknown[0], TOOLS)}")
@@ -115,13 +98,6 @@ class RolloutConfig:
         for name in ("max_turns", "max_calls", "max_new_tokens", "max_context", "call_timeout", "concurrency"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
-        gpus, size = list(self.server_gpus), self.tensor_parallel
-        if size < 1 or len(gpus) % size:
-            told = f"server_gpus = {gpus} cannot be divided into servers of tensor_parallel = {size}"
-            raise ValueError(f"{told}: give a multiple of it")
-        for flag in self.server_args:
-            if flag.startswith(("--tp", "--tensor-parallel")):
-                raise ValueError(f"server_args: {flag}: a server sees only its own GPUs; set `tensor_parallel` instead")
 
     @property
     def call_limits(self) -> tuple[int, int]:
@@ -139,7 +115,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class AgentContext:
-    """The objects that all agents of a rollout share. A rollout shuts down `call_threads`, so make a new context for each."""
+    """The objects that all agents of a rollout share."""
 
     engine: Engine
     renderer: Renderer
@@ -148,8 +124,6 @@ class AgentContext:
     observe: Callable[[str, Any], None] = lambda event, what: None
     """Receives each event as it happens: ("turn", its text), ("clip", the Call), ("report", the Call). `ask` prints them."""
     stopped: threading.Event = field(default_factory=threading.Event)
-    call_threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(MAX_THREADS, "call"))
-    """Threads for calls. A call takes an idle thread or starts a new one, so it never waits for another call."""
 
 
 class Stopped(Exception):
@@ -286,7 +260,8 @@ def run_calls(
     for i, call in enumerate(calls):
         if not call.error and len(jobs) < allowed:
             jobs[i] = functools.partial(run_call, context, task, call, derive_seed(seed, i))
-    results = run_parallel(context, jobs)
+    # This thread is itself an episode's. A call may hang: it is given up after `call_timeout` seconds.
+    results = run_all(context.engine, jobs, at_once=len(jobs), timeout=context.cfg.call_timeout, nested=True)
 
     # Give each call its outcome.
     outcomes, contents = [], []
@@ -303,17 +278,6 @@ def run_calls(
         outcomes.append(call)
         contents.append([*clips, call.text])  # the main agent reads frames, if it gets any, and then the text
     return outcomes, contents
-
-
-def run_parallel(context: AgentContext, jobs: dict[int, Callable]) -> dict[int, Any]:
-    """Run all jobs at once and wait at most `call_timeout` seconds. Return the results of those that finished."""
-    # The engine only hears how many threads will call it. This thread is one of them, but it does not call while it waits. So
-    # N jobs add N - 1 callers, and when the last job ends, one caller remains: this thread.
-    callers = ActiveCallers(context.engine, jobs, at_least=1, at_most=len(jobs))
-    futures = {i: context.call_threads.submit(callers.run, i, job) for i, job in jobs.items()}
-    wait(futures.values(), context.cfg.call_timeout)
-    callers.remove(jobs)
-    return {i: future.result() for i, future in futures.items() if future.done()}
 
 
 def run_call(context: AgentContext, task: Task, call: Call, seed: int) -> tuple[Call, list[Clip]]:
@@ -379,7 +343,7 @@ def rollout(
     """Run G episodes per task, at most `concurrency` at once. With the model in this process, the same seed and step give the
     same tokens. (SGLang ignores seeds without --enable-deterministic-inference.) Once the context is `stopped`, no agent starts
     another turn."""
-    groups = [Group(task, k, [None] * group_size) for task, k in zip(tasks, ks, strict=True)]
+    groups = [Group(task, k, []) for task, k in zip(tasks, ks, strict=True)]
     bar = tqdm(total=len(tasks) * group_size, desc="rollout", unit="episode", disable=not progress, leave=False)
     preparing = ThreadPoolExecutor(8, "prompt")
     prompt_futures = []  # by task
@@ -396,55 +360,23 @@ def rollout(
             prompt = prompt_futures[i].result()
         except RowError as error:  # without a prompt, every episode of the group fails
             kind = "VideoError" if isinstance(error.__cause__, VideoError) else "RowError"
-            return Episode(task, k, Trajectory(), seed=episode_seed, error_kind=kind, error_text=str(error))
-        return run_episode(context, task, k, prompt, episode_seed)
-
-    def on_done(n: int, episode: Episode) -> None:
-        groups[n // group_size].episodes[n % group_size] = episode
+            episode = Episode(task, k, Trajectory(), seed=episode_seed, error_kind=kind, error_text=str(error))
+        else:
+            episode = run_episode(context, task, k, prompt, episode_seed)
         bar.update()
+        return episode
 
-    jobs = [functools.partial(run_one, i, g) for i in range(len(tasks)) for g in range(group_size)]
+    jobs = {(i, g): functools.partial(run_one, i, g) for i in range(len(tasks)) for g in range(group_size)}
     try:
         for group in groups:  # render each group's prompt once, ahead of its episodes
             prompt_futures.append(preparing.submit(prepare, group))
-        run_all(context.engine, jobs, context.cfg.concurrency, on_done)
+        episodes = run_all(context.engine, jobs, context.cfg.concurrency)
     except BaseException:
         context.stopped.set()  # no agent starts another turn
         raise
     finally:
         bar.close()
         preparing.shutdown(wait=False, cancel_futures=True)
-        context.call_threads.shutdown(wait=False)
+    for (i, _), episode in episodes.items():
+        groups[i].episodes.append(episode)
     return groups
-
-
-# ------------------------------------------------------------------------------------------------ the engine
-
-
-def open_engine(
-    checkpoint: str | Path,
-    renderer: Renderer,
-    cfg: RolloutConfig,
-    logs: Path | None = None,
-    frames: Path | None = None,
-) -> Engine:
-    """Open the engine of the config: SGLang on `server_gpus` or at `urls`, otherwise the model in this process, on a GPU if
-    there is one. `logs` and `frames`: folders of the servers' logs, and of the frames that they read."""
-    if cfg.server_gpus or cfg.urls:
-        flags = cfg.server_args
-        if cfg.server_gpus:
-            flags = (*server_flags(cfg.max_context, cfg.server_gpus, cfg.tensor_parallel), *flags)
-        engine = SGLang(
-            checkpoint,
-            renderer,
-            gpus=cfg.server_gpus,
-            urls=cfg.urls,
-            server_args=flags,
-            tensor_parallel=cfg.tensor_parallel,
-            logs=logs,
-            frames=frames,
-        )
-        engine.wait_until_ready()
-        return engine
-    device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
-    return InProcess(checkpoint, renderer, device=device, dtype=dtype, max_batch_tokens=cfg.max_batch_tokens)

@@ -28,7 +28,6 @@ import torch
 from data import Dialogue, Media, parse_dialogue
 from metrics import utilisation
 from runtime.checkpoints import load_policy
-from runtime.checks import USER_ERRORS, open_run, work_of
 from runtime.config import refuse_below_1, suggest
 from runtime.dataset import DataConfig, DataError, Dataset, RowError, row_errors
 from runtime.distributed import gather, init_distributed, rank, sum_over_ranks, world_size
@@ -36,8 +35,8 @@ from runtime.packing import Bundle, best_fit
 from runtime.plan import Plan, plan_training
 from runtime.policy import Policy
 from runtime.render import TAG, Renderer
-from runtime.run import OptimConfig, Run, RunConfig, check_room, make_optimizer, optimizer_step
-from runtime.script import command_line, run_script
+from runtime.run import OptimConfig, Run, RunConfig, make_optimizer, optimizer_step, require_memory
+from runtime.script import Script, command_line, open_run, run_training
 from runtime.video import Videos
 from tools import TOOLS
 
@@ -86,14 +85,13 @@ def plan_sft(cfg: SFTConfig) -> list[Plan]:
     return [plan_training(cfg.policy, cfg.plan.gpus, cfg.pack_tokens)]
 
 
-check_hardware = partial(check_room, plans=plan_sft)
 SHOWN = ("loss", "loss_answer", "loss_arguments", "val_loss", "grad_norm", "lr", "tokens_per_second", "seconds")
 
 
 def main(cfg: SFTConfig) -> None:
     """Build the parts of a run, train to the last step, and export the policy."""
     init_distributed()
-    with open_run(cfg, parse_dialogue, check_hardware) as (source, renderer):
+    with open_run(cfg, SCRIPT) as (source, renderer):
         # Load the policy and make the optimizer. Run restores both from the newest state.
         policy = load_policy(replace(cfg.policy, checkpoint=str(source)), renderer.never_sampled)
         run = Run(cfg, "sft", SHOWN, policy, make_optimizer(policy, cfg.optim))
@@ -302,7 +300,13 @@ def token_kind(kinds: list[str]) -> str:
     return content[-1]  # `red`, `>B`, `]</`
 
 
+def describe_step(cfg: SFTConfig) -> str:
+    rows = f"{cfg.batch_rows} rows in micro-batches of at most {cfg.pack_tokens} tokens"
+    return f"{rows}, one update; {cfg.steps} steps"
+
+
+require_hardware = partial(require_memory, plans=plan_sft)
+SCRIPT = Script(main, parse_dialogue, count_tokens, require_hardware, describe_step)
+
 if __name__ == "__main__":
-    cfg, args = command_line(SFTConfig, __doc__)
-    step = f"{cfg.batch_rows} rows in micro-batches of at most {cfg.pack_tokens} tokens, one update; {cfg.steps} steps"
-    run_script(work_of(args, main, parse_dialogue, check_hardware, count_tokens, step), cfg, *USER_ERRORS)
+    run_training(SCRIPT, *command_line(SFTConfig, __doc__))

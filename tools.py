@@ -297,8 +297,10 @@ def _check_result(result: Any, contract: VisualContract) -> ClipForSubagent | st
     if not -math.inf < start <= end < math.inf:  # or NaN
         raise ValueError(f"its window is {result.window}: it must be finite, and it must not end before it starts")
     if pixels.dtype != "uint8" or pixels.ndim != 4 or pixels.shape[3] != 3 or not 1 <= len(pixels) == len(times):
-        told = f"it returned {pixels.dtype} {pixels.shape} and {len(times)} times"
-        raise ValueError(f"{told}: return uint8 [n, height, width, 3], at least one frame, and a time for each")
+        raise ValueError(
+            f"it returned {pixels.dtype} {pixels.shape} and {len(times)} times: "
+            "return uint8 [n, height, width, 3], at least one frame, and a time for each"
+        )
     # A server would resize frames of another size, and the trainer would see other pixels than the server.
     height, width = pixels.shape[1:3]
     area = contract.processor_size()

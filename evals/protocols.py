@@ -384,8 +384,9 @@ def parse_zoom(text: str, turn: int) -> Call | None:
         start, end = request["segment"]
         return Call(turn, "video_zoom", {"start": start, "end": end, "fps": request["fps"]})
     except (ValueError, KeyError, TypeError, RecursionError):
-        text = 'The request could not be read. Write <video_zoom> {"segment": [start, end], "fps": n} </video_zoom>.'
-        return Call(turn, "video_zoom", {}, text=text, error="unparseable")
+        form = '<video_zoom> {"segment": [start, end], "fps": n} </video_zoom>'
+        reply = f"The request could not be read. Write {form}."
+        return Call(turn, "video_zoom", {}, text=reply, error="unparseable")
 
 
 def _zoom(attempt: Attempt, call: Call) -> Shown:

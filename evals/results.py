@@ -6,7 +6,7 @@
     costs(results)                      # means per item
 
 RUN/SPLIT-K64-ARM.jsonl has one line per item. RUN/config.yaml has the name of the model's row, and RUN/run.json has the sizes of
-the splits. `checks.check_run` refuses to add answers that were given under other settings.
+the splits. `checks.refuse_other_run` refuses to add answers that were given under other settings.
 """
 
 import dataclasses

@@ -66,7 +66,7 @@ class JudgeError(RuntimeError):
     """The judge gave no verdict. The episode is counted and left out of the loss. It does not score 0."""
 
 
-def check_api(api: Api) -> None:
+def require_api(api: Api) -> None:
     """Refuse an API that fails one small request. Before the first item, a wrong key or model costs nothing."""
     try:
         ask(api, [{"role": "user", "content": "Say yes."}], max_tokens=16, temperature=0)
@@ -96,8 +96,8 @@ def ask(api: Api, messages: list[dict], **settings) -> tuple[str, str]:
         if not isinstance(said, str | None):
             raise TypeError("its content is no text")
     except (requests.RequestException, LookupError, TypeError) as error:
-        told = f"{error} {text}".replace(key or "no key", "[the key]")
-        raise EngineError(f"{api.url}: {told[:300]}") from None
+        problem = f"{error} {text}".replace(key or "no key", "[the key]")
+        raise EngineError(f"{api.url}: {problem[:300]}") from None
     if said is None and finish != "length":  # at the limit, thinking used up the tokens
         raise Refusal(refusal or f"no answer, finish_reason {finish}")
     return said or "", "length" if finish == "length" else "stop"

@@ -28,8 +28,8 @@ def run_memory(run: Path) -> Path:
 
 def print_folders_in_memory() -> None:
     """List all folders of this project in memory with their sizes, those of runs that were killed among them."""
-    told = subprocess.run(["du", "-sh", *MEMORY.glob("minparavt-*")], capture_output=True, text=True).stdout
-    print(f"{MEMORY} holds these folders; delete those of runs that have ended:\n{told}", end="", flush=True)
+    sizes = subprocess.run(["du", "-sh", *MEMORY.glob("minparavt-*")], capture_output=True, text=True).stdout
+    print(f"{MEMORY} holds these folders; delete those of runs that have ended:\n{sizes}", end="", flush=True)
 
 
 def end_with_parent() -> None:

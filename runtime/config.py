@@ -212,7 +212,7 @@ def save_run(cfg: Any, run_dir: str | Path, **more: Any) -> None:
     run_dir.mkdir(parents=True, exist_ok=True)
     # JSON turns tuples into lists, so the file is plain YAML that `load` reads back.
     text = yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(cfg))), sort_keys=False, allow_unicode=True)
-    write_whole(run_dir / "config.yaml", text)  # `check_run` reads it before a run resumes
+    write_whole(run_dir / "config.yaml", text)  # `refuse_other_run` reads it before a run resumes
     # A run that continues with other code keeps the commits with which it began.
     path = run_dir / "run.json"
     before = json.loads(path.read_text()) if path.exists() else {}

@@ -185,8 +185,10 @@ class Dataset(Generic[Parsed]):
         print(f"unusable: {origin}: {reason}", file=sys.stderr)
         most = self.cfg.max_bad_fraction
         if len(self.bad) > most * self._rows_in_share:
-            told = f"{len(self.bad)} of {self._rows_in_share} rows are unusable, more than max_bad_fraction = {most}"
-            raise RowError(f"{told}; the last: {origin}: {reason}. `--check-data` checks them all.")
+            raise RowError(
+                f"{len(self.bad)} of {self._rows_in_share} rows are unusable, more than max_bad_fraction = {most}; "
+                f"the last: {origin}: {reason}. `--check-data` checks them all."
+            )
 
     def _row(self, position: int) -> tuple[Source, Rows, int, int]:
         """Find the row at a position of the endless order: the `first` rows, then the mixture, epoch after epoch."""
@@ -214,15 +216,16 @@ class Dataset(Generic[Parsed]):
         return rng.permutation(np.concatenate(columns, axis=1), axis=1).astype(int)
 
 
-def check_rows(parse: Callable, *cfgs: DataConfig | None) -> None:
+def require_rows(parse: Callable, *cfgs: DataConfig | None) -> None:
     """Raise DataError if none of the first 16 rows can be used, before weights are loaded or anything is written."""
     for cfg in filter(None, cfgs):
         dataset = Dataset(replace(cfg, max_bad_fraction=1.0), parse)
         if not any(dataset.batch(position, 1) for position in range(min(16, len(dataset)))):
             origin, reason = next(iter(dataset.bad.items()))
-            told = f"{origin}: {reason}; none of the first rows can be used. Relative paths start at"
-            home = f"data.video_root = {cfg.video_root!r} (empty: the data file's folder)"
-            raise DataError(f"{told} {home}; `--check-data` checks all rows")
+            raise DataError(
+                f"{origin}: {reason}; none of the first rows can be used. Relative paths start at data.video_root = "
+                f"{cfg.video_root!r} (empty: the data file's folder); `--check-data` checks all rows"
+            )
 
 
 def _draws(pool: list[tuple[Source, Rows]]) -> list[int]:

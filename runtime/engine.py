@@ -2,7 +2,7 @@
 
     sample = engine.generate(ids, clips, max_new_tokens=512, temperature=0.7, seed=1, stop=(im_end,))
     engine.update_weights(snapshot_dir, version)                 # safetensors; every later sample carries the version
-    run_all(engine, jobs, 256, on_done)                          # jobs that call the engine, 256 at a time
+    results = run_all(engine, jobs, 256)                         # jobs that call the engine, 256 at a time
 
 `generate` blocks. Many threads call it, one per running agent. servers.py queries SGLang; inprocess.py runs a model in
 this process. Both return the sampled ids and their log-probs. Both ban image and video tokens.
@@ -10,7 +10,7 @@ this process. Both return the sampled ids and their log-probs. Both ban image an
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,39 @@ class Sample:
     logprobs: list[float]  # log softmax(masked logits / temperature); at temperature 0 the logits are not divided
     finish: str  # stop | length
     version: int  # version of the weights that sampled it
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Which engine samples. Without server_gpus and urls, the model runs in this process."""
+
+    server_gpus: tuple[int, ...] = ()
+    """GPUs on which this run starts SGLang servers, one server per `tensor_parallel` GPUs."""
+    tensor_parallel: int = 1
+    """GPUs per server, taken in order: with 2, `server_gpus: [4, 5, 6, 7]` starts a server on 4 and 5 and one on 6 and 7."""
+    urls: tuple[str, ...] = ()
+    """SGLang servers that run on this machine. If the vision tower trains, start them with SGLANG_VLM_CACHE_SIZE_MB=0: their
+    cache of image embeddings survives a weight update."""
+    server_args: tuple[str, ...] = ()
+    """Extra flags for `sglang.launch_server`, after those of `runtime.servers.server_flags`."""
+    max_context: int = 32_768
+    """Longest trajectory, in tokens."""
+    max_batch_tokens: int = 131_072
+    """For the model in this process: the most rows * length of a batch. It bounds the memory of the KV cache."""
+
+    def __post_init__(self):
+        gpus, size = list(self.server_gpus), self.tensor_parallel
+        if size < 1 or len(gpus) % size:
+            raise ValueError(
+                f"server_gpus = {gpus} cannot be divided into servers of tensor_parallel = {size}: give a multiple of it"
+            )
+        for flag in self.server_args:
+            if flag.startswith(("--tp", "--tensor-parallel")):
+                raise ValueError(f"server_args: {flag}: a server sees only its own GPUs; set `tensor_parallel` instead")
+
+    @property
+    def uses_servers(self) -> bool:
+        return bool(self.server_gpus or self.urls)
 
 
 class Engine:  # a method without a body does nothing unless an engine overrides it
@@ -60,23 +93,23 @@ class ActiveCallers:
     """Tells the engine how many threads can still call it. The in-process engine starts a batch once that many requests wait.
     If the number is too low, batches depend on timing. If it is too high, the engine waits forever.
 
-    The number is that of the unfinished jobs, within two bounds. A pool with `at_most` threads runs no more jobs at once. When
-    all jobs have ended, `at_least` threads remain: 1 if the thread that waits for the jobs is itself announced."""
+    The number is that of the unfinished jobs, within two bounds. A pool of `at_once` threads runs no more jobs at once. A `nested`
+    pool's jobs take the place of the thread that waits for them: N jobs add N - 1 callers, and the last one leaves it behind."""
 
-    def __init__(self, engine: Engine, jobs: Iterable, at_least: int, at_most: int):
-        self.engine, self.at_least, self.at_most = engine, at_least, at_most
-        self.unfinished = set(jobs)
+    def __init__(self, engine: Engine, names: Iterable, at_once: int, nested: bool):
+        self.engine, self.at_least, self.at_most = engine, int(nested), at_once
+        self.unfinished = set(names)
         self.lock = threading.Lock()
-        engine.announce(self.count() - at_least)
+        engine.announce(self.count() - self.at_least)
 
     def count(self) -> int:
         return max(self.at_least, min(len(self.unfinished), self.at_most))
 
-    def remove(self, jobs: Iterable) -> None:
+    def remove(self, names: Iterable) -> None:
         """Stop counting jobs that ended, timed out or were cancelled."""
         with self.lock:
             before = self.count()
-            self.unfinished.difference_update(jobs)
+            self.unfinished.difference_update(names)
             self.engine.announce(self.count() - before)
 
     def run(self, name: Any, job: Callable) -> Any:
@@ -86,17 +119,20 @@ class ActiveCallers:
             self.remove([name])
 
 
-def run_all(engine: Engine, jobs: Sequence[Callable], at_once: int, on_done: Callable[[int, Any], None]) -> None:
-    """Run at most `at_once` jobs at a time. As each job ends, call on_done(index, result) in this thread."""
-    workers = min(at_once, len(jobs))
-    callers = ActiveCallers(engine, range(len(jobs)), at_least=0, at_most=workers)
-    pool = ThreadPoolExecutor(max(1, workers), "episode")
-    index_of: dict[Future, int] = {}
+def run_all(
+    engine: Engine, jobs: dict[Any, Callable], at_once: int, timeout: float | None = None, nested: bool = False
+) -> dict[Any, Any]:
+    """Run jobs that call the engine, each in a thread, at most `at_once` at a time. Return their results by name. After `timeout`
+    seconds, give up those that have not ended: their threads go on, and nobody waits for them. `nested`: this thread is itself a
+    job of another run_all."""
+    callers = ActiveCallers(engine, jobs, at_once, nested)
+    pool = ThreadPoolExecutor(max(1, min(at_once, len(jobs))), "job")
+    futures: dict[Any, Future] = {}
     try:  # Ctrl-C can arrive while jobs are submitted, and the pool's threads end only after `shutdown`
-        for i, job in enumerate(jobs):
-            index_of[pool.submit(callers.run, i, job)] = i
-        for future in as_completed(index_of):
-            on_done(index_of[future], future.result())
-    finally:  # after Ctrl-C or a bug, start no further job
-        callers.remove([i for future, i in index_of.items() if future.cancel()])
-        pool.shutdown(wait=False)
+        for name, job in jobs.items():
+            futures[name] = pool.submit(callers.run, name, job)
+        wait(futures.values(), timeout, FIRST_EXCEPTION)
+        return {name: future.result() for name, future in futures.items() if future.done()}
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C or a bug, start no further job
+        callers.remove(jobs)

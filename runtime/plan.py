@@ -1,10 +1,10 @@
 """plan.py: estimate GPU memory from shapes alone, before any weight is loaded.
 
     plan = plan_training(cfg.policy, gpus=4, tokens=24576, reference=True)
-    plan.check(gpu_gib=80)              # prints a row per use of memory and the sum; refuses models that cannot fit
+    plan.show(gpu_gib=80)               # prints a row per use of memory and the sum
+    plan.require_room(gpu_gib=80)       # refuses a model whose weights and optimizer state alone do not fit
 
-The estimates are for FSDP2 with bf16 computation and fp32 master weights. On a machine with a GPU, that GPU's memory is the
-limit instead of `plan.gpu_gib`.
+The estimates are for FSDP2 with bf16 computation and fp32 master weights.
 """
 
 import functools
@@ -12,7 +12,6 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import nn
 from transformers import AutoConfig
 
@@ -58,7 +57,8 @@ for name in ("ParaVT/ParaVT-8B", "mwxely/ParaVT-8B-SFT"):
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """The node that --dry-run plans for. In a run, torchrun decides how many GPUs train."""
+    """The node that --dry-run plans for. In a run, torchrun decides how many GPUs train. On a machine with a GPU, that GPU's memory
+    is the limit instead of `gpu_gib`."""
 
     gpus: int = 8
     """Training GPUs."""
@@ -77,20 +77,23 @@ class Plan:
     def gib(self) -> float:
         return sum((self.held | self.used).values()) / GIB
 
-    def check(self, gpu_gib: float) -> None:
-        """Print the uses and their sum. Warn if the sum exceeds the GPU; refuse if weights and optimizer alone do."""
-        if torch.cuda.is_available():
-            gpu_gib = torch.cuda.get_device_properties(0).total_memory / GIB
+    def show(self, gpu_gib: float) -> None:
+        """Print the uses and their sum. Warn if the sum exceeds the GPU."""
         print0(self.title)
         for use, size in (self.held | self.used).items():
             print0(f"  {use:<58}{size / GIB:>8.1f} GiB")
         print0(f"  {'sum':<58}{self.gib:>8.1f} GiB of {gpu_gib:.4g}")
         if self.gib > gpu_gib:
             print0("  WARNING: may run out of memory; see which rows are the largest")
+
+    def require_room(self, gpu_gib: float) -> None:
+        """Refuse a model whose weights and optimizer alone exceed the GPU."""
         held = sum(self.held.values()) / GIB
         if held > gpu_gib:
-            told = f"{self.title}: weights and optimizer state, {held:.1f} GiB, do not fit into {gpu_gib:.4g} GiB"
-            raise ConfigError(f"{told}; take more GPUs, or a smaller model")
+            raise ConfigError(
+                f"{self.title}: weights and optimizer state, {held:.1f} GiB, do not fit into {gpu_gib:.4g} GiB; "
+                "take more GPUs, or a smaller model"
+            )
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
     prompts = Prompts(system="...")     # in a config: `prompts: FILE.yaml`, with the fields below as its keys
     prompts.main_messages(question, paths, clips, contract, with_tools=True) -> messages for renderer.render
-    prompts.check(checkpoint_dir)       # refuses a checkpoint that was trained with other words
+    prompts.refuse_unlike(checkpoint_dir)   # refuses a checkpoint that was trained with other words
     Prompts.load(checkpoint_dir)        # the words that the checkpoint was trained with
 
 SFT, RL, evaluation and `ask` all build their prompts here. The prompt of an SFT row always promises reports: only a rollout has
@@ -141,7 +141,7 @@ class Prompts:
     def save(self, checkpoint: str | Path) -> None:
         (Path(checkpoint) / FILE).write_text(json.dumps(dataclasses.asdict(self), indent=1))
 
-    def check(self, checkpoint: str | Path) -> None:
+    def refuse_unlike(self, checkpoint: str | Path) -> None:
         """Raise ContractError if the checkpoint was trained with other texts. One that was not trained here has none."""
         if not (Path(checkpoint) / FILE).exists():
             return

@@ -7,11 +7,12 @@
         run.save(step)                                # RUN/state, and RUN/models if cfg.export_every is set
     run.export()                                      # RUN/model
 
-    self_check(policy, groups, temperature)           # rl.py, before its first update: do trainer and engine agree?
+    require_agreement(policy, groups, temperature)    # rl.py, before its first update: do trainer and engine agree?
     refuse_empty(groups, step)                        # rl.py, in every step
-    check_gap(mean, largest, step)
+    refuse_infinite_gap(mean, largest, step)
+    warn_of_gap(mean, largest, step)
 
-checks.open_run holds the folder's lock. All ranks call all of these functions.
+script.open_run holds the folder's lock. All ranks call all of these functions.
 """
 
 import importlib.util
@@ -38,7 +39,7 @@ from runtime.dataset import DataConfig
 from runtime.distributed import gather, local_size, peak_memory, print0, rank
 from runtime.engine import EngineError
 from runtime.packing import Bundle
-from runtime.plan import Plan, PlanConfig, meta_policy
+from runtime.plan import GIB, Plan, PlanConfig, meta_policy
 from runtime.policy import Policy, PolicyConfig, dtype_of
 from runtime.prompts import OURS, Prompts
 from runtime.visual import VisualContract
@@ -117,15 +118,20 @@ class RunConfig:
         return max(1, min(self.decoders, (os.cpu_count() or 1) // local_size()))
 
 
-def check_room(cfg: RunConfig, dry: bool, plans: Callable[[RunConfig], list[Plan]]) -> None:
-    """Refuse a run that does not fit on this machine's GPUs. A dry run plans for the GPUs of `plan`."""
+def require_memory(cfg: RunConfig, dry: bool, plans: Callable[[RunConfig], list[Plan]]) -> None:
+    """Show what memory a run needs, and refuse one that does not fit on this machine's GPUs. A dry run plans for the GPUs of
+    `plan`."""
     meta_policy(cfg.policy)  # refuses other model families
     if not dry:
         dtype_of(cfg.policy)
         cfg = replace(cfg, plan=replace(cfg.plan, gpus=local_size()))
+    gpu_gib = cfg.plan.gpu_gib
+    if torch.cuda.is_available():
+        gpu_gib = torch.cuda.get_device_properties(0).total_memory / GIB
     if dry or torch.cuda.is_available():
         for plan in plans(cfg):
-            plan.check(cfg.plan.gpu_gib)
+            plan.show(gpu_gib)
+            plan.require_room(gpu_gib)
 
 
 class Clock:
@@ -282,7 +288,7 @@ def optimizer_step(policy: nn.Module, optimizer: torch.optim.AdamW, cfg: OptimCo
 
 GAP_LIMIT = 0.5  # largest mean |trainer's - engine's log-prob|: rounding stays far below, a wrong image is above
 GAP_WARNING = 0.2  # other projects report poor convergence above this mean, and 0.04 from bf16 rounding
-_warned: list[str] = []  # warnings that this process has printed
+_warned: list[int] = []  # the step whose gap was warned of
 
 
 def refuse_empty(groups: Sequence[Group], step: int) -> None:
@@ -293,7 +299,9 @@ def refuse_empty(groups: Sequence[Group], step: int) -> None:
         raise EngineError(f"step {step + 1}: none of its {len(errors)} episodes ran; the last error: {reason}")
 
 
-def self_check(policy: Policy, groups: Sequence[Group], temperature: float, subagent_temperature: float = 0.0) -> None:
+def require_agreement(
+    policy: Policy, groups: Sequence[Group], temperature: float, subagent_temperature: float = 0.0
+) -> None:
     """Refuse a first batch whose log-probs the trainer does not reproduce."""
     # Check one episode: the shortest with a call, since crops differ in size from the overview; else the shortest.
     ran = [episode for group in groups for episode in group.ran]
@@ -325,11 +333,20 @@ def trainer_logprobs(policy: Policy, trajectories: Sequence[Trajectory], tempera
         return policy(bundles, temperature).logprobs.cpu()
 
 
-def check_gap(mean: float, largest: float, step: int) -> None:
-    """Refuse a step whose log-prob gaps are not finite. Warn once about a large mean. All ranks pass the same values."""
-    told = f"step {step + 1}: log-probs of trainer and engine differ by {mean:.2f} on average, {largest:.2f} at most"
+def refuse_infinite_gap(mean: float, largest: float, step: int) -> None:
+    """Refuse a step whose log-prob gaps are not finite. All ranks pass the same values."""
     if not np.isfinite([mean, largest]).all():
-        raise EngineError(f"{told}: one of the two has broken weights; lower optim.lr")
+        raise EngineError(
+            f"step {step + 1}: log-probs of trainer and engine differ by {mean:.2f} on average, {largest:.2f} at most: "
+            "one of the two has broken weights; lower optim.lr"
+        )
+
+
+def warn_of_gap(mean: float, largest: float, step: int) -> None:
+    """Warn once of a large mean log-prob gap."""
     if mean > GAP_WARNING and not _warned:
-        _warned.append(told)
-        print0(f"warning: {told}")
+        _warned.append(step)
+        print0(
+            f"warning: step {step + 1}: log-probs of trainer and engine differ by {mean:.2f} on average, "
+            f"{largest:.2f} at most"
+        )

@@ -1,7 +1,9 @@
-"""script.py: what sft.py, rl.py and eval.py do around their work: read the command line, run, and end.
+"""script.py: what sft.py, rl.py and eval.py do around their work: read the command line, check, run, and end.
 
-    cfg, args = command_line(SFTConfig, __doc__)      # SCRIPT CONFIG [key.sub=value ...] [--dry-run | --check-data]
-    run_script(main, cfg, *USER_ERRORS)               # calls main(cfg); does not return
+    cfg, args = command_line(RLConfig, __doc__)       # SCRIPT CONFIG [key.sub=value ...] [--dry-run | --check-data]
+    run_training(SCRIPT, cfg, args)                   # calls SCRIPT.train(cfg); does not return
+
+    with open_run(cfg, SCRIPT) as (source, renderer): # in SCRIPT.train: check everything, and lock the run's folder
 
 An error that a user can fix, a full disk and Ctrl-C end a script with one sentence, any other error with a traceback. Under
 torchrun, each rank prints its own.
@@ -11,14 +13,36 @@ import argparse
 import atexit
 import contextlib
 import errno
+import fcntl
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import torch
+from tqdm import tqdm
+
+from runtime.checkpoints import find_checkpoint, on_the_hub, read_config, saved_step
+from runtime.checks import (
+    USER_ERRORS,
+    refuse_other_run,
+    refuse_other_weights,
+    refuse_replaced_checkpoint,
+    refuse_template,
+    refuse_unlike_nodes,
+    require_writable,
+)
 from runtime.config import ConfigError, load
+from runtime.dataset import Dataset, RowError, Rows, require_rows, row_errors
+from runtime.distributed import barrier, print0, rank
+from runtime.render import Renderer, load_tokenizer
+from runtime.video import Videos
 
 T = TypeVar("T")
 GOES_ON = "The same command resumes from what was saved"
@@ -46,8 +70,8 @@ def expandable_segments() -> None:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
-def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Exception]) -> NoReturn:
-    """Call `work(cfg)`, a script's main function, then end the process. `errors` are those that a user can fix."""
+def run_script(work: Callable[[Any], int | None], cfg: Any) -> NoReturn:
+    """Call `work(cfg)`, a script's main function, then end the process."""
     interrupts = []
 
     def interrupt(*_) -> None:
@@ -62,7 +86,7 @@ def run_script(work: Callable[[Any], int | None], cfg: Any, *errors: type[Except
     except BaseException as error:
         if interrupts:
             status = f"interrupted. {GOES_ON} in {cfg.run}"
-        elif isinstance(error, errors):
+        elif isinstance(error, USER_ERRORS):
             status = f"error: {error}"
         elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             lost = error.filename or cfg.run
@@ -83,3 +107,144 @@ def end_process(status: int | str | None) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(status or 0)
+
+
+# ------------------------------------------------------------------------------------------------ sft.py and rl.py
+
+
+@dataclass(frozen=True)
+class Script:
+    """What differs between sft.py and rl.py."""
+
+    train: Callable[[Any], None]  # (cfg): the script's main
+    parse: Callable[[dict, str, Path], Any]  # (row, its name, where relative paths start) -> a Task or a Dialogue
+    count_tokens: Callable[[Any, Any, Renderer, Videos], int]  # (parsed row, cfg, renderer, videos): encodes the row
+    require_hardware: Callable[[Any, bool], None]  # (cfg, dry): shows the memory plan; refuses what does not fit
+    describe_step: Callable[[Any], str]  # (cfg)
+
+
+def run_training(script: Script, cfg: Any, args: argparse.Namespace) -> NoReturn:
+    """Train, or do what --dry-run or --check-data asks for. Then end the process."""
+    work = script.train
+    if args.dry_run:
+        work = partial(dry_run, script=script)
+    elif args.check_data:
+        work = partial(read_all_rows, script=script)
+    run_script(work, cfg)
+
+
+def dry_run(cfg: Any, script: Script) -> None:
+    """Show what a step does and what memory it needs, then check what the run needs. The first fault ends it."""
+    print(f"  step    {script.describe_step(cfg)}")
+    print(f"  note    this machine has {torch.cuda.device_count()} GPUs")
+    prepare(cfg, script, dry=True)
+
+
+@contextlib.contextmanager
+def open_run(cfg: Any, script: Script) -> Iterator[tuple[Path, Renderer]]:
+    """Check everything that a training run needs, then lock its folder. Yield the checkpoint's folder and its renderer.
+    All ranks check, and the first one reports."""
+    source, renderer = prepare(cfg, script)
+    with only_run_in(Path(cfg.run)) if rank() == 0 else contextlib.nullcontext():
+        barrier()  # the others read the lock
+        refuse_unlike_nodes(cfg, source)
+        yield source, renderer
+
+
+def prepare(cfg: Any, script: Script, dry: bool = False) -> tuple[Path | None, Renderer | None]:
+    """Refuse a training that cannot work, before anything is written or loaded. Return the checkpoint's folder and renderer; a
+    dry run downloads none."""
+    if cfg.prompts.changed:
+        print0(f"  note    prompts: not ours: {', '.join(cfg.prompts.changed)}")
+    script.require_hardware(cfg, dry)
+    refuse_replaced_checkpoint(Path(cfg.run), Path(cfg.policy.checkpoint))
+    require_writable(cfg.run)
+    refuse_other_run(cfg)
+    passed(f"run: {cfg.run}", dry)
+    require_rows(script.parse, cfg.data, cfg.val)
+    passed(f"data: {Dataset(cfg.data, script.parse).total} rows", dry)
+
+    # The checkpoint comes last: before its training, a dry run shows all the rest.
+    if dry and on_the_hub(cfg.policy.checkpoint):
+        print0(f"  note    checkpoint: {cfg.policy.checkpoint} was not looked up; the run fetches it from the hub")
+        return None, None
+    source, renderer = open_checkpoint(cfg)
+    passed(f"checkpoint: {source}", dry)
+    return source, renderer
+
+
+def passed(check: str, dry: bool) -> None:
+    """Tell, in a dry run, that a check has passed."""
+    if dry:
+        print(f"  ok      {check}")
+
+
+def open_checkpoint(cfg: Any) -> tuple[Path, Renderer]:
+    """Return the checkpoint's folder and renderer. Refuse another family, visual contract, chat template or other prompts. Refuse to
+    resume from other weights than the run began with: reference and frozen tower would be new, and the text model old."""
+    run = Path(cfg.run)
+    source = find_checkpoint(cfg.policy.checkpoint)
+    read_config(source)  # refuses other families, whose tokenizer may not load
+    cfg.visual.refuse_unlike(source)
+    cfg.prompts.refuse_unlike(source)
+    if saved_step(run / "state"):
+        refuse_other_weights(run, source, f"policy.checkpoint = {cfg.policy.checkpoint!r}")
+    renderer = Renderer(load_tokenizer(source), cfg.visual, cfg.prompts)
+    refuse_template(source, renderer, cfg.schemas)
+    return source, renderer
+
+
+@contextlib.contextmanager
+def only_run_in(run: Path) -> Iterator[None]:
+    """Hold RUN/.lock until this process ends, even by kill -9. Refuse a folder that another process holds."""
+    run.mkdir(parents=True, exist_ok=True)
+    with open(run / ".lock", "a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise ConfigError(
+                f"run = {str(run)!r}: {lock.read()} is using this folder; wait, or choose another `run`"
+            ) from None
+        except OSError as error:  # some shared file systems have no locks
+            print(f"{run}/.lock: {error}; make sure that no other run uses this folder")
+        lock.truncate(0)
+        print(f"process {os.getpid()} on {os.uname().nodename}", end="", file=lock, flush=True)
+        os.fsync(lock.fileno())  # the other nodes read it
+        yield
+
+
+# ------------------------------------------------------------------------------------------------ --check-data
+
+
+def read_all_rows(cfg: Any, script: Script) -> int:
+    """Read every row of `data` and `val`, open its files and encode it. Print counts and the first bad rows. Return 1 if any is
+    bad."""
+    source = find_checkpoint(cfg.policy.checkpoint, weights=False)
+    renderer = Renderer(load_tokenizer(source), cfg.visual, cfg.prompts)
+    files = []
+    for data in filter(None, (cfg.data, cfg.val)):
+        files += [(Rows(source.path), data.video_root) for source in data.sources]
+    status = 0
+    with Videos(cfg.workers) as videos, ThreadPoolExecutor(2 * cfg.workers) as readers:
+        encode = partial(script.count_tokens, cfg=cfg, renderer=renderer, videos=videos)
+        for rows, root in files:
+            read = partial(read_row, rows=rows, root=Path(root or rows.path.parent), parse=script.parse, encode=encode)
+            results = list(tqdm(readers.map(read, range(len(rows))), total=len(rows), unit="row"))
+            lengths = [tokens for tokens, _ in results]
+            bad = [f"  row {i}: {reason}" for i, (_, reason) in enumerate(results) if reason]
+            longest = max(lengths, default=0)
+            print(f"{rows.path}: {len(rows)} rows, {len(bad)} unusable; {sum(lengths)} tokens, at most {longest}")
+            for line in bad[:10]:
+                print(line)
+                status = 1
+    return status
+
+
+def read_row(i: int, rows: Rows, root: Path, parse: Callable, encode: Callable[[Any], int]) -> tuple[int, str]:
+    """Return how many tokens a row has, and why it cannot be used ("" if it can)."""
+    try:
+        with row_errors():
+            return encode(parse(rows[i], f"{rows.path.name}:{i}", root)), ""
+    except RowError as error:
+        return 0, str(error)

@@ -1,8 +1,7 @@
 """servers.py: an engine of SGLang servers: start them on this machine, and query them over HTTP.
 
-    engine = SGLang(checkpoint, renderer, gpus=(6, 7))      # starts one server per GPU, or per `tensor_parallel` GPUs
-    engine = SGLang(checkpoint, renderer, urls=(...,))      # uses servers that already run
-    engine.wait_until_ready()                               # servers start in the background
+    engine = SGLang(checkpoint, renderer, cfg)      # starts servers on cfg.server_gpus, and uses those at cfg.urls
+    engine.wait_until_ready()                       # servers start in the background
 
 Every reply must echo the trainer's prompt ids and carry the current weights' version. A server that fails is left out, and the
 run goes on with the others. A lost request goes to another server. Our servers end with this process, even after kill -9.
@@ -33,7 +32,7 @@ import torch
 from PIL import Image
 
 from runtime.cleanup import MEMORY, kill_group, start_group
-from runtime.engine import Engine, EngineError, EngineLost, Sample
+from runtime.engine import Engine, EngineConfig, EngineError, EngineLost, Sample
 from runtime.render import Renderer
 from runtime.video import Clip
 from runtime.visual import ContractError
@@ -65,33 +64,35 @@ class SGLang(Engine):
     """Client of SGLang servers, and owner of those that it starts."""
 
     request_timeout = 300.0  # seconds for a request, so that a call (rollout.call_timeout) can try two servers
+    start_timeout = 900.0  # seconds within which all servers must answer
 
     def __init__(
         self,
-        checkpoint: str | Path, renderer: Renderer, *, gpus: Sequence[int] = (), urls: Sequence[str] = (),
-        server_args: Sequence[str] = (), tensor_parallel: int = 1,  # GPUs per server
+        checkpoint: str | Path, renderer: Renderer, cfg: EngineConfig,
         logs: str | Path | None = None,  # folder of the servers' logs; None: a new one in /tmp
         frames: Path | None = None,  # folder for frames; None: in memory, or in /tmp if memory has no room
         launch: Callable[[int], list[str]] | None = None,  # port -> command; tests start a stand-in
-        start_timeout: float = 900.0,  # seconds within which all servers must answer
     ):  # fmt: skip
         self.version = 0
         self.snapshot: str | None = None  # the folder of the current weights; None: the checkpoint's weights
         self.renderer = renderer
-        self.start_timeout = start_timeout
         self._frames = FrameFiles(frames)
         self._last_reader: dict[int, _Server] = {}  # hash of a shared prompt -> the server that read it last
         self._lock = threading.Lock()  # held whenever one of these fields, or a field of a server, changes
 
-        self.servers = [_Server(url.rstrip("/")) for url in urls]  # those in use
+        self.servers = [_Server(url.rstrip("/")) for url in cfg.urls]  # those in use
+        gpus = cfg.server_gpus
         if gpus:
             logs = Path(logs or tempfile.mkdtemp(prefix="sglang-"))
             logs.mkdir(parents=True, exist_ok=True)
-            print(f"SGLang starts on GPUs {list(gpus)}: up to {start_timeout / 60:g} minutes; logs: {logs}", flush=True)
-            flags = (*server_args, f"--tp-size={tensor_parallel}")
+            print(
+                f"SGLang starts on GPUs {list(gpus)}: up to {self.start_timeout / 60:g} minutes; logs: {logs}",
+                flush=True,
+            )
+            flags = server_flags(cfg)
             launch = launch or (lambda port: server_command(checkpoint, renderer, port, flags))
-        for first in range(0, len(gpus), tensor_parallel):
-            own = ",".join(map(str, gpus[first : first + tensor_parallel]))
+        for first in range(0, len(gpus), cfg.tensor_parallel):
+            own = ",".join(map(str, gpus[first : first + cfg.tensor_parallel]))
             with socket.create_server(("127.0.0.1", 0)) as probe:
                 port = probe.getsockname()[1]  # a free one
             log_file = logs / f"sglang-gpu{own}.log"
@@ -332,18 +333,18 @@ def server_command(checkpoint: str | Path, renderer: Renderer, port: int, extra:
     return [*command, "--port", str(port), "--mm-process-config", json.dumps({"image": image}), *extra]
 
 
-def server_flags(max_context: int, gpus: Sequence[int], tensor_parallel: int = 1) -> list[str]:
+def server_flags(cfg: EngineConfig) -> list[str]:
     """Return the flags of every server that we start, in RL and evaluation. On Hopper they select SGLang's
-    well-tested paths over newer ones. A config's `server_args` follow them; the last flag of a name wins."""
+    well-tested paths over newer ones. The config's `server_args` follow them; the last flag of a name wins."""
     flags = [
-        f"--context-length={max_context + 16}",  # with the end of a turn; the default, 262,144 tokens, reserves 2 GB
-        f"--max-running-requests={64 * tensor_parallel}",  # the default reserves slots for thousands of requests
+        f"--context-length={cfg.max_context + 16}",  # with the end of a turn; the default, 262,144 tokens, reserves 2 GB
+        f"--max-running-requests={64 * cfg.tensor_parallel}",  # the default reserves slots for thousands of requests
         "--enable-fp32-lm-head",  # logits in fp32 as in the trainer; the default rounds them to bf16
         "--mm-feature-transport=cpu",  # the default, CUDA IPC, takes a pool of 1 GiB for image features
         "--prefill-decode-interval=0",  # the default runs 22 decoding steps before it prefills the next prompt
         "--schedule-policy=lpm",  # prompts in the cache go first, so a group's prompt is prefilled once
     ]
     # SGLang would decode Qwen3-VL with flashinfer. fa3 is for Hopper: on newer GPUs it fails an assertion.
-    if torch.cuda.is_available() and torch.cuda.get_device_capability(gpus[0]) == (9, 0):
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(cfg.server_gpus[0]) == (9, 0):
         flags.append("--attention-backend=fa3")
-    return flags
+    return [*flags, *cfg.server_args, f"--tp-size={cfg.tensor_parallel}"]

@@ -339,8 +339,11 @@ class Videos(AbstractContextManager):
         """Return frames of [start, end] seconds, see `window_indices`."""
         info = self.info(path)
         if start >= info.duration or end <= 0:
-            told = f"the window {start:g} ... {end:g} s lies outside the video"
-            raise VideoError(path, f"{told}, which lasts from 0 to {info.duration:.1f} seconds")
+            raise VideoError(
+                path,
+                f"the window {start:g} ... {end:g} s lies outside the video, "
+                f"which lasts from 0 to {info.duration:.1f} seconds",
+            )
         indices = window_indices(info.times, start, end, fps, max_frames)
         return self.frames(path, indices, size_rule(info.width, info.height))
 

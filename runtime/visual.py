@@ -2,7 +2,7 @@
 
     contract = VisualContract()                    # frames of about 65,536 pixels, 64 tokens if square; stamped images
     contract.frame_size(1280, 720)                 # (352, 192): the size at which such a video's frames are decoded
-    contract.check(checkpoint_dir)                 # refuses a checkpoint that was trained with another contract
+    contract.refuse_unlike(checkpoint_dir)         # refuses a checkpoint that was trained with another contract
     pixel_values, grid = patchify(clips)           # tensors: float32 [patches, 1536], int64 [frames, 3]
 
 Deliberately missing: the video channel (frame pairs), torchvision, the Hugging Face processor classes.
@@ -148,7 +148,7 @@ class VisualContract:
         processor = (read_json(path) or stock) | self._processor_constants() | {"size": self.processor_size()}
         path.write_text(json.dumps(processor, indent=1))
 
-    def check(self, checkpoint: str | Path) -> None:
+    def refuse_unlike(self, checkpoint: str | Path) -> None:
         """Raise ContractError if the checkpoint was made under another contract. A stock checkpoint has no visual.json: then
         only its processor's constants must agree (server_command overrides its size limits)."""
         ours = self._processor_constants()

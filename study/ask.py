@@ -17,11 +17,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from episode import Call, Task, dump
-from rollout import AgentContext, RolloutConfig, open_engine, render_prompt, run_episode
+from rollout import AgentContext, RolloutConfig, render_prompt, run_episode
 from runtime import config
 from runtime.checkpoints import find_checkpoint
-from runtime.checks import USER_ERRORS, check_servers, refuse_template
+from runtime.checks import USER_ERRORS, refuse_template, require_servers
 from runtime.engine import Engine, Sample
+from runtime.open_engine import open_engine
 from runtime.prompts import Prompts
 from runtime.render import Renderer, load_tokenizer
 from runtime.script import expandable_segments
@@ -67,9 +68,9 @@ def main() -> int:
 def context_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig) -> AgentContext:
     """Return everything that an agent needs, with the checkpoint's own contract."""
     source = find_checkpoint(args.model, weights=not cfg.urls)
-    check_servers(cfg, ranks=1)
+    require_servers(cfg, ranks=1)
     contract = VisualContract.load(source)
-    contract.check(source)
+    contract.refuse_unlike(source)
     prompts = Prompts.load(source)
     if args.prompts:
         prompts = config.build(Prompts, config.read_tree(args.prompts), "")

@@ -123,7 +123,7 @@ def scripted(monkeypatch):
         engines.append(Scripted(renderer, by_chance, latency=0.1))
         return engines[-1]
 
-    monkeypatch.setattr(rl, "start_engine", open_it)
+    monkeypatch.setattr(rl, "open_engine", open_it)
     monkeypatch.setattr("runtime.run.GAP_LIMIT", math.inf)
     return engines
 

@@ -5,10 +5,9 @@ from pathlib import Path
 from scripts import metrics, rl_config
 
 import rl
-from data import parse_task
 from rl import RLConfig
 from runtime import config
-from runtime.checks import dry_run
+from runtime.script import dry_run
 
 
 def train(path: Path, toy_dir: Path, **changes) -> list[dict]:
@@ -18,4 +17,4 @@ def train(path: Path, toy_dir: Path, **changes) -> list[dict]:
 
 
 def try_out(cfg: RLConfig) -> None:
-    dry_run(cfg, parse_task, rl.check_hardware, "")
+    dry_run(cfg, rl.SCRIPT)

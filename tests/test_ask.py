@@ -64,7 +64,7 @@ def test_the_weights_of_a_model_that_others_serve_are_not_fetched(toy_dir, monke
     monkeypatch.setattr(
         "runtime.checkpoints.checkpoint_dir", lambda name, only: wanted.extend(only) or toy_dir / "model"
     )
-    monkeypatch.setattr(ask, "check_servers", lambda cfg, ranks: None)
+    monkeypatch.setattr(ask, "require_servers", lambda cfg, ranks: None)
     monkeypatch.setattr(ask, "open_engine", lambda *_: None)
     ask.context_of(
         argparse.Namespace(prompts=None, model="owner/name"), None, RolloutConfig(urls=("http://somewhere",))

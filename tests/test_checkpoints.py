@@ -257,7 +257,7 @@ def test_an_export_carries_the_sources_files_its_contract_and_its_dtype(path, tm
         assert names == {p.name for p in path.iterdir()} - {"model.safetensors.index.json"}
         for name in ("tokenizer.json", "chat_template.jinja", "merges.txt", "generation_config.json"):
             assert (tmp_path / "out" / name).read_bytes() == (path / name).read_bytes()
-        CONTRACT.check(tmp_path / "out")
+        CONTRACT.refuse_unlike(tmp_path / "out")
         stored = load_file(tmp_path / "out" / "model.safetensors")
         assert {t.dtype for t in stored.values()} == {dtype}
         config = json.loads((tmp_path / "out" / "config.json").read_text())

@@ -94,10 +94,12 @@ def test_a_server_ends_with_a_process_that_is_killed(tmp_path):
     """Past bug: torchrun kills ranks with SIGKILL, and a server kept running on its GPU."""
     script = f"""
 import time
+from runtime.engine import EngineConfig
 from runtime.servers import SGLang
 from types import SimpleNamespace
 fake = "echo $$ >> {tmp_path}/pid; exec {sys.executable} tests/fake_sglang.py $0 1 32 2"
-engine = SGLang("", SimpleNamespace(never_sampled=[]), gpus=(0,), launch=lambda port: ["sh", "-c", fake, str(port)])
+launch = lambda port: ["sh", "-c", fake, str(port)]
+engine = SGLang("", SimpleNamespace(never_sampled=[]), EngineConfig(server_gpus=(0,)), launch=launch)
 engine.wait_until_ready()
 print("ready", flush=True)
 time.sleep(300)

@@ -130,13 +130,13 @@ def test_areas_that_contradict_each_other_are_refused():
 
 def test_a_checkpoint_of_another_contract_is_refused_with_both_values(tmp_path):
     VisualContract(frame_pixels=4096).save(tmp_path)
-    VisualContract(frame_pixels=4096).check(tmp_path)
+    VisualContract(frame_pixels=4096).refuse_unlike(tmp_path)
     with pytest.raises(ContractError, match=r"frame_pixels: this run has 65536, the checkpoint 4096"):
-        VisualContract().check(tmp_path)
+        VisualContract().refuse_unlike(tmp_path)
     changes = {"stamp": "{:.0f}s", "crop_fps": 2.0, "overview_frames": 8, "patch": 14}
     for field, value in (changes | {"max_frame_pixels": 4096, "crop_frame_pixels": 4096}).items():
         with pytest.raises(ContractError, match=f"{field}: this run has"):
-            dataclasses.replace(VisualContract(frame_pixels=4096), **{field: value}).check(tmp_path)
+            dataclasses.replace(VisualContract(frame_pixels=4096), **{field: value}).refuse_unlike(tmp_path)
 
 
 CLIP = {"image_mean": OPENAI_CLIP_MEAN, "image_std": OPENAI_CLIP_STD}
@@ -161,7 +161,7 @@ def test_a_processor_that_disagrees_is_refused(tmp_path, patch, stock, changes, 
     path = tmp_path / "preprocessor_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ContractError, match=wrong) if wrong else nullcontext():
-        VisualContract(patch=patch).check(tmp_path)
+        VisualContract(patch=patch).refuse_unlike(tmp_path)
 
 
 def test_a_checkpoint_tells_its_contract(tmp_path):
@@ -172,7 +172,7 @@ def test_a_checkpoint_tells_its_contract(tmp_path):
     older = json.loads(path.read_text())  # from before two of the keys, which then have their defaults
     del older["max_frame_pixels"], older["crop_frame_pixels"]
     path.write_text(json.dumps(older))
-    contract.check(tmp_path)
+    contract.refuse_unlike(tmp_path)
     assert VisualContract.load(tmp_path) == contract
     VisualContract(patch=14).save(tmp_path)
     path.unlink()

@@ -25,11 +25,12 @@ from rl import RLConfig, Sampler
 from rl import count_tokens as count_prompt
 from rollout import AgentContext, RolloutConfig, ask_subagent
 from runtime import config, dataset
-from runtime.checks import check_data, check_row
 from runtime.dataset import DataConfig, Dataset, RowError, Rows, Source, row_errors
 from runtime.packing import best_fit
 from runtime.policy import PolicyConfig
+from runtime.script import read_all_rows, read_row
 from runtime.video import Videos
+from sft import SCRIPT as SFT_SCRIPT
 from sft import Batches, SFTConfig, encode_dialogue
 from sft import count_tokens as count_row
 from tools import ClipForSubagent
@@ -398,7 +399,7 @@ def read(trap, toy_renderer, videos):
                 used, bad, cfg = len(sampler.get(0)[0]), sampler.dataset.bad, sampler.cfg
         assert used + len(bad) == len(rows)
         encode = partial(count, cfg=cfg, renderer=toy_renderer, videos=videos)
-        results = [check_row(i, Rows(path), trap, parse, encode) for i in range(len(rows))]
+        results = [read_row(i, Rows(path), trap, parse, encode) for i in range(len(rows))]
         counted = {int(name.removeprefix(f"{kind}.jsonl:")): why for name, why in bad.items()}
         return counted, {i: reason for i, (_, reason) in enumerate(results) if reason}
 
@@ -585,9 +586,9 @@ def test_check_data_counts_every_row_and_names_the_bad_ones(toy_dir, tmp_path, c
     cfg = replace(
         cfg, data=DataConfig(sources), val=DataConfig((Source(f"{toy_dir}/sft_val.parquet"),)), pack_tokens=2000
     )
-    assert check_data(cfg, parse_dialogue, count_row) == 1
+    assert read_all_rows(cfg, SFT_SCRIPT) == 1
     told = capsys.readouterr().out
     assert re.search(r"mine.jsonl: 3 rows, 2 unusable; (\d+) tokens, at most \1\n", told)
     assert re.search(r"  row 1: .*gone.mp4: no such file.*\n  row 2: \d+ tokens, more than pack_tokens = 2000\n", told)
     assert re.search(r"sft_val.parquet: 20 rows, 0 unusable; \d+ tokens", told)
-    assert check_data(replace(cfg, data=cfg.val), parse_dialogue, count_row) == 0
+    assert read_all_rows(replace(cfg, data=cfg.val), SFT_SCRIPT) == 0

@@ -24,10 +24,10 @@ from scripts import alive, fake_server, wait_for
 from tiny import at_once, check_logprobs, noise, prompts_of, question, request
 
 from rollout import RolloutConfig
-from runtime.checks import check_servers, check_urls
+from runtime.checks import require_servers, require_urls
 from runtime.cleanup import MEMORY
 from runtime.config import ConfigError
-from runtime.engine import EngineError, EngineLost, Sample
+from runtime.engine import EngineConfig, EngineError, EngineLost, Sample
 from runtime.inprocess import InProcess, Request, _Batch, cut_into_batches, sample_tokens
 from runtime.policy import matmul_fp32
 from runtime.servers import MAX_FAILURES, Failure, SGLang
@@ -286,11 +286,13 @@ def serve(checkpoint, renderer):
     """serve("fault of the first", "fault of the second", **options) -> a client that has started fake servers."""
     clients = []
 
-    def start(*faults: str, **options) -> SGLang:
+    def start(*faults: str, start_timeout=20.0, tensor_parallel=1, **options) -> SGLang:
         left = iter(faults or [""])
-        options = {"start_timeout": 20.0, "launch": lambda port: fake_server(renderer, port, next(left)), **options}
-        gpus = range(len(faults or [""]) * options.get("tensor_parallel", 1))
-        clients.append(SGLang(checkpoint, renderer, gpus=gpus, **options))
+        options = {"launch": lambda port: fake_server(renderer, port, next(left)), **options}
+        gpus = tuple(range(len(faults or [""]) * tensor_parallel))
+        cfg = EngineConfig(server_gpus=gpus, tensor_parallel=tensor_parallel)
+        clients.append(SGLang(checkpoint, renderer, cfg, **options))
+        clients[-1].start_timeout = start_timeout
         clients[-1].wait_until_ready()
         return clients[-1]
 
@@ -329,7 +331,7 @@ def test_a_clips_files_live_as_long_as_the_clip(serve, renderer):
 
 def test_frames_lie_in_memory_or_where_there_is_room(renderer, monkeypatch, tmp_path):
     def folder_of_frames(**options) -> Path:
-        with contextlib.closing(SGLang("", renderer, urls=["http://127.0.0.1:9"], **options)) as client:
+        with contextlib.closing(SGLang("", renderer, EngineConfig(urls=("http://127.0.0.1:9",)), **options)) as client:
             return Path(client._frames.folder).parent
 
     assert folder_of_frames() == MEMORY
@@ -417,7 +419,7 @@ def test_the_rollouts_of_a_prompt_are_read_by_one_server_while_it_has_time(serve
 
 def test_servers_without_work_are_drawn(renderer):
     """Past bug: each rank's first prompt went to the first server."""
-    client = SGLang("", renderer, urls=["http://127.0.0.1:9", "http://127.0.0.1:10"])
+    client = SGLang("", renderer, EngineConfig(urls=("http://127.0.0.1:9", "http://127.0.0.1:10")))
     assert {client._pick_server(client.servers, None) for _ in range(64)} == set(client.servers)
     client.close()
 
@@ -426,14 +428,14 @@ def test_a_server_on_several_gpus_is_told_so_and_named_by_them(renderer, prompts
     told = []
 
     def command(checkpoint, renderer, port, flags):
-        told.append(flags)
+        told.append(flags[-2:])
         return fake_server(renderer, port)
 
     monkeypatch.setattr("runtime.servers.server_command", command)
-    options = {"server_args": ["--a=1"], "tensor_parallel": 2, "logs": tmp_path / "run" / "logs"}
-    client = SGLang("", renderer, gpus=(4, 5, 6, 7), **options)
+    cfg = EngineConfig(server_gpus=(4, 5, 6, 7), server_args=("--a=1",), tensor_parallel=2)
+    client = SGLang("", renderer, cfg, tmp_path / "run" / "logs")
     client.wait_until_ready()
-    assert told == [("--a=1", "--tp-size=2")] * 2 and len(set(client.urls)) == 2
+    assert told == [["--a=1", "--tp-size=2"]] * 2 and len(set(client.urls)) == 2
     assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == {"sglang-gpu4,5.log", "sglang-gpu6,7.log"}
     first, second = client.servers
     second.process.kill()
@@ -451,7 +453,8 @@ def test_a_server_on_several_gpus_is_told_so_and_named_by_them(renderer, prompts
 
 
 def test_servers_start_while_the_caller_goes_on_and_sample_once_before_they_are_ready(renderer):
-    client = SGLang("", renderer, gpus=(0, 1), launch=lambda port: fake_server(renderer, port, "slow_start=0.5"))
+    launch = lambda port: fake_server(renderer, port, "slow_start=0.5")  # noqa: E731
+    client = SGLang("", renderer, EngineConfig(server_gpus=(0, 1)), launch=launch)
     assert len(set(client.urls)) == 2
     client.wait_until_ready()
     assert [state_of(url)["warmed"] for url in client.urls] == [1, 1]
@@ -473,14 +476,14 @@ def test_what_servers_cannot_run_with_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     with pytest.raises(ConfigError, match=r"another process holds 70 GiB of GPU 1; end it \(`nvidia-smi`"):
-        check_servers(RolloutConfig(server_gpus=(0, 1)))
+        require_servers(RolloutConfig(server_gpus=(0, 1)))
     if not Path("/usr/local/cuda/bin/nvcc").exists():
         for change in ({"server_gpus": (0,)}, {"server_gpus": (1,), "server_args": ["--mem-fraction-static=0.1"]}):
             with pytest.raises(ConfigError, match="nvcc is not found, .* set CUDA_HOME"):
-                check_servers(RolloutConfig(**change))
+                require_servers(RolloutConfig(**change))
     (tmp_path / "cuda/bin").mkdir(parents=True)
     (tmp_path / "cuda/bin/nvcc").touch()
-    check_servers(RolloutConfig(server_gpus=(0,)))
+    require_servers(RolloutConfig(server_gpus=(0,)))
 
 
 def test_the_memory_of_a_server_that_was_killed_is_waited_for(monkeypatch):
@@ -490,7 +493,7 @@ def test_the_memory_of_a_server_that_was_killed_is_waited_for(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.setattr("shutil.which", lambda name: name)
     monkeypatch.setattr("torch.cuda.device_memory_used", lambda gpu: (used.pop(0) if used[1:] else used[0]) << 30)
-    check_servers(RolloutConfig(server_gpus=(0,)))
+    require_servers(RolloutConfig(server_gpus=(0,)))
     assert used == [1]
 
 
@@ -498,12 +501,12 @@ def test_only_servers_of_this_machine_may_be_named(serve):
     """By any of its names: servers read frames and weights from its files."""
     port = urlsplit(serve().urls[0]).port
     for host in ("localhost", "127.0.0.1", "127.1", socket.gethostname()):
-        check_urls([f"http://{host}:{port}/"])
+        require_urls([f"http://{host}:{port}/"])
     for host in ("192.0.2.1", "no-such-host.invalid"):
         with pytest.raises(ConfigError, match=rf"http://{host}:1 is not on this machine, whose files servers read"):
-            check_urls([f"http://{host}:1"])
+            require_urls([f"http://{host}:1"])
     with pytest.raises(ConfigError, match="no server answers at http://127.0.0.1:9; start it, or correct"):
-        check_urls(["http://127.0.0.1:9"])
+        require_urls(["http://127.0.0.1:9"])
 
 
 def test_a_server_inherits_nothing_and_is_asked_past_any_proxy(serve, prompts, monkeypatch):
@@ -519,7 +522,7 @@ def test_a_server_inherits_nothing_and_is_asked_past_any_proxy(serve, prompts, m
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,4,7")
     client = serve("", "", tensor_parallel=2)
     assert client.generate(**request(*prompts[1])).finish == "stop"
-    check_urls(client.urls)
+    require_urls(client.urls)
     straight = requests.Session()
     straight.trust_env = False
     for url, devices in zip(client.urls, ("2,3", "4,7"), strict=True):
@@ -543,7 +546,7 @@ def test_if_a_server_does_not_start_the_others_end_and_the_end_of_its_log_is_tol
 
 
 def test_a_reply_of_other_weights_is_a_failure_of_the_server(renderer):
-    client = SGLang("", renderer, urls=["http://127.0.0.1:9"])
+    client = SGLang("", renderer, EngineConfig(urls=("http://127.0.0.1:9",)))
     client.snapshot = "somewhere"
     meta = {"finish_reason": {"type": "stop"}, "weight_version": "0", "output_token_logprobs": [[-1.0, 5, None]]}
     reply = {"meta_info": meta, "prompt_token_ids": [1, 2]}
@@ -576,7 +579,7 @@ def test_a_server_is_left_out_after_three_failures_in_a_row_and_requests_in_flig
 
 def test_a_server_that_hangs_is_left_out_at_once_and_its_owner_kills_it(serve, renderer, prompts, caplog):
     owner = serve("", "")
-    visitor = SGLang("", renderer, urls=owner.urls)
+    visitor = SGLang("", renderer, EngineConfig(urls=tuple(owner.urls)))
     process = owner.servers[0].process
     os.kill(process.pid, signal.SIGSTOP)
     for client, killed in ((visitor, False), (owner, True)):
@@ -611,7 +614,7 @@ def test_a_server_that_does_not_take_the_weights_is_left_out(serve, prompts, tmp
 def test_weights_of_another_run_are_replaced_even_under_the_same_number(serve, prompts, renderer, tmp_path):
     """Past bug: a new run on an old run's server began with the old run's weights."""
     first = serve()
-    second, other_rank = (SGLang("", renderer, urls=first.urls) for _ in range(2))
+    second, other_rank = (SGLang("", renderer, EngineConfig(urls=tuple(first.urls))) for _ in range(2))
     for loads, client in ((1, first), (2, second)):
         client.update_weights(tmp_path, 3)
         assert state_of(first.urls[0])["loads"] == loads
@@ -628,7 +631,7 @@ NO_FIT += [("output_token_logprobs", [[None, 5, None]]), ("output_token_logprobs
 @pytest.mark.parametrize("name, value", NO_FIT)
 def test_a_reply_that_does_not_fit_is_a_failure_of_the_server(checkpoint, renderer, name, value):
     """Past bug: some of these ended the training with a traceback."""
-    client = SGLang(checkpoint, renderer, urls=["http://127.0.0.1:9"])
+    client = SGLang(checkpoint, renderer, EngineConfig(urls=("http://127.0.0.1:9",)))
     client.snapshot = "somewhere"
     meta = {"finish_reason": {"type": "stop"}, "weight_version": "0", "output_token_logprobs": [[-1.0, 5, None]]}
     good = {"meta_info": meta, "prompt_token_ids": [1, 2]}

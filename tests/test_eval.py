@@ -36,11 +36,11 @@ from evals.tables import interval
 from rl import RLConfig
 from rollout import derive_seed
 from runtime import config
-from runtime.checks import only_run_in
 from runtime.dataset import DataError
 from runtime.engine import EngineError
 from runtime.prompts import Prompts
 from runtime.render import END_OF_TURN
+from runtime.script import only_run_in
 from runtime.visual import VisualContract
 from study import report as report_page
 from study.toy import DURATIONS
@@ -88,7 +88,7 @@ def model(monkeypatch):
     def install(reply) -> list[Scripted]:
         opened = []
 
-        def open_engine(source, renderer, cfg, logs):
+        def open_engine(source, renderer, cfg, logs, api):
             opened.append(Scripted(renderer, reply))
             return opened[-1]
 
@@ -125,8 +125,16 @@ def golds(toy_dir) -> Counter:
 
 
 def test_the_logs_of_its_servers_lie_below_the_run(write, tmp_path, monkeypatch):
-    monkeypatch.setattr(evaluation, "open_engine", lambda *_, logs: logs)
-    assert evaluation.open_model(load(write(tmp_path)), tmp_path, None) == tmp_path / "run" / "logs"
+    opened = []
+
+    def open_engine(source, renderer, cfg, logs, api):
+        opened.append(logs)
+        raise EngineError("gone")
+
+    monkeypatch.setattr(evaluation, "open_engine", open_engine)
+    with pytest.raises(EngineError, match="gone"):
+        run(write())
+    assert opened == [tmp_path / "run" / "logs"]
 
 
 def test_an_item_leaves_a_line_with_what_was_said_and_seen(write, model, golds, tokenizer, tmp_path, capsys):
@@ -340,15 +348,15 @@ def test_two_evaluations_in_one_folder_ask_nothing_twice(write, model, tmp_path,
     ):
         run(path)
 
-    def overtaken(*given):
-        monkeypatch.setattr(evaluation, "open_model", plain)
+    def overtaken(*given, **more):
+        monkeypatch.setattr(evaluation, "open_engine", plain)
         with monkeypatch.context() as patch:
             patch.setattr(evaluation, "only_run_in", lambda folder: contextlib.nullcontext())
             run(path)
-        return plain(*given)
+        return plain(*given, **more)
 
-    plain = evaluation.open_model
-    monkeypatch.setattr(evaluation, "open_model", overtaken)
+    plain = evaluation.open_engine
+    monkeypatch.setattr(evaluation, "open_engine", overtaken)
     run(path)
     assert asked(engines) == 8 == len(outcomes(results_file(tmp_path)))
 

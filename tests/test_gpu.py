@@ -26,9 +26,9 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from episode import Trajectory
 from metrics import utilisation
-from rollout import run_all
 from runtime.checkpoints import export, load_policy, load_state, save_state
 from runtime.distributed import peak_memory
+from runtime.engine import run_all
 from runtime.inprocess import InProcess
 from runtime.packing import Bundle, Segment
 from runtime.plan import PUBLISHED, plan_training
@@ -250,14 +250,14 @@ def test_the_engine_in_this_process_agrees_with_the_trainer(tmp_path, model_type
     count, max_new_tokens = (64, 256) if GPU else (8, 8)
     cell = renderer.contract.cell
     clip = tiny.noise(16, width=5 * cell, height=3 * cell)  # 15 tokens a frame, two windows of Qwen2.5-VL's
-    prompts, jobs, samples = [], [], {}
+    prompts, jobs = [], {}
     for i in range(count):
         messages = [{"role": "user", "content": [clip, "What happens?" + " Say it." * (i // 4)]}]
         prompts.append(renderer.render(messages, generate=True).ids)
         given = {"max_new_tokens": max_new_tokens, "temperature": 1.0, "seed": i}
-        jobs.append(partial(engine.generate, prompts[i], [clip], **given))
+        jobs[i] = partial(engine.generate, prompts[i], [clip], **given)
     began = time.perf_counter()
-    run_all(engine, jobs, count, samples.__setitem__)
+    samples = run_all(engine, jobs, count)
     seconds = time.perf_counter() - began
     engine.close()
 

@@ -263,10 +263,10 @@ def evaluate(command: list[str]) -> None:
     """Run eval.py. Where it would load 8B weights, the model says B after a thought."""
     from scripted import Scripted
 
-    import rollout
+    from runtime import open_engine
 
     said = "So.</think><answer>B</answer><|im_end|>"
-    rollout.open_engine = lambda source, renderer, cfg, logs: Scripted(renderer, lambda prompt, seed: said)
+    open_engine.open_engine = lambda source, renderer, *_, **__: Scripted(renderer, lambda prompt, seed: said)
     sys.argv = command
     runpy.run_path(command[0], run_name="__main__")
 

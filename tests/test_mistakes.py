@@ -192,11 +192,11 @@ def test_a_resumed_run_may_find_its_data_elsewhere_but_not_mix_them_anew(tmp_pat
 
     config.save_run(cfg(), tmp_path)
     (tmp_path / "state" / "step-00000001").mkdir(parents=True)
-    checks.check_run(cfg("data.sources=[{path: elsewhere/rl.parquet}]", "data.video_root=elsewhere"))
+    checks.refuse_other_run(cfg("data.sources=[{path: elsewhere/rl.parquet}]", "data.video_root=elsewhere"))
     for change in ("data.sources=[{path: rl.parquet, weight: 2}]", "data.sources=[{path: sft.parquet}]", "data.seed=1"):
         key = change.partition("=")[0]
         with pytest.raises(ConfigError, match=rf"belongs to a run with other settings \({key}: "):
-            checks.check_run(cfg(change))
+            checks.refuse_other_run(cfg(change))
 
 
 # ------------------------------------------------------------------------------------------------ the page
@@ -227,4 +227,4 @@ def test_the_page_quotes_what_its_commands_say(desk, typed, block):
 def test_gpus_that_train_already_or_are_not_there_are_refused(monkeypatch, ranks, gpus, says):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with pytest.raises(ConfigError, match=says):
-        checks.check_servers(RolloutConfig(server_gpus=(7,)), ranks)
+        checks.require_servers(RolloutConfig(server_gpus=(7,)), ranks)

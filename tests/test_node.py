@@ -15,7 +15,6 @@ from scripts import REPO, Forked, fake_server, finish, metrics
 import rl
 import sft
 from runtime import run, servers
-from runtime.engine import EngineError
 from runtime.render import Renderer, load_tokenizer
 from runtime.script import command_line, run_script
 from runtime.visual import VisualContract
@@ -50,7 +49,7 @@ def train_beside_stand_ins(toy: Path) -> None:
     """Run paragrpo_8b.yaml: a server is killed after the first step, and Ctrl-C pressed after the second."""
     renderer = Renderer(load_tokenizer("runs/sft_8b/model"), VisualContract(frame_pixels=1024))
     servers.server_command = lambda checkpoint, _, port, extra=(): fake_server(renderer, port)
-    rl.check_servers = lambda *_: None
+    rl.require_servers = lambda *_: None
     run.GAP_LIMIT = 100  # the stand-ins' log-probs are no model's
     publish = WeightSync.publish
 
@@ -72,7 +71,7 @@ def train_beside_stand_ins(toy: Path) -> None:
         "grpo.train_tokens=4096",
     ]
     cfg, _ = command_line(rl.RLConfig, "")
-    run_script(rl.main, cfg, EngineError)
+    run_script(rl.main, cfg)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def test_a_node_with_another_run_folder_settings_code_or_cold_start_is_refused(t
     monkeypatch.setattr(checks, "gather", lambda mine: [mine, {key: key != what and mine[key] for key in mine}])
     told = "sees another folder; run must be" if what == "lock" else rf"differs from rank 0 \({what}.*\): start all"
     with pytest.raises(config.ConfigError, match=f"rank 1 {told}"):
-        checks.check_nodes(cfg, tmp_path)
+        checks.refuse_unlike_nodes(cfg, tmp_path)
 
 
 def train_rl(cfg: Path) -> None:
@@ -35,7 +35,7 @@ def train_rl(cfg: Path) -> None:
     run.GAP_LIMIT = 100  # the stand-ins' log-probs are not a model's
     cleanup.MEMORY = cfg.parent / f"memory-{os.environ['GROUP_RANK']}"
     cleanup.MEMORY.mkdir(exist_ok=True)
-    rl.check_servers = lambda *_: None
+    rl.require_servers = lambda *_: None
     rl.IMAGE_BYTES = 0  # a test's disk can be small
     servers.server_command = lambda checkpoint, renderer, port, extra: fake_server(renderer, port)
     publish = WeightSync.publish

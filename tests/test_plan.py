@@ -17,6 +17,7 @@ from runtime.config import ConfigError
 from runtime.packing import Bundle
 from runtime.plan import GIB, PlanConfig, count, meta_policy, plan_rl, plan_training
 from runtime.policy import PolicyConfig
+from runtime.run import require_memory
 from runtime.visual import VisualContract
 from sft import SFTConfig, plan_sft
 
@@ -56,17 +57,17 @@ def test_what_may_not_fit_is_warned_of_and_what_cannot_is_refused(monkeypatch, c
     """The card's memory decides: an "80 GB" H100 has 79.6 GiB, and a shared one can have half of it."""
     plan = plan_training(EIGHT, 8, 8192)
     for gpu_gib, warns in ((80, False), (17, True)):
-        plan.check(gpu_gib)
+        plan.show(gpu_gib)
         told = capsys.readouterr().out
         assert f"GiB of {gpu_gib}" in told and ("WARNING" in told) is warns
     with pytest.raises(
         ConfigError, match="weights and optimizer state, 12.* GiB, do not fit into 80 GiB; take more GPUs"
     ):
-        plan_training(EIGHT, 1, 8192).check(80)  # 16 bytes for each of 8.2e9 trained weights
+        plan_training(EIGHT, 1, 8192).require_room(80)  # 16 bytes for each of 8.2e9 trained weights
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=int(10.5 * GIB)))
     with pytest.raises(ConfigError, match="do not fit into 10.5 GiB"):
-        plan.check(80)
+        require_memory(SimpleNamespace(policy=EIGHT, plan=PlanConfig()), True, lambda cfg: [plan])
 
 
 def test_knobs_move_the_sum_in_their_direction():

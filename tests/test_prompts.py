@@ -15,7 +15,7 @@ import sft
 from data import Dialogue, Media
 from rl import RLConfig
 from rollout import RolloutConfig
-from runtime import checks, config
+from runtime import config, script
 from runtime.prompts import Prompts, subagent_system_prompt, system_prompt
 from runtime.render import Renderer
 from runtime.visual import ContractError
@@ -115,12 +115,12 @@ def test_a_checkpoint_keeps_the_words_that_it_was_trained_with(toy_dir, tmp_path
 
     rl = RLConfig(run="r", policy=cfg.policy, data=cfg.data, visual=cfg.visual, prompts=cfg.prompts)
     rl = dataclasses.replace(rl, policy=dataclasses.replace(cfg.policy, checkpoint=str(model)))
-    _, renderer = checks.check_checkpoint(rl)
+    _, renderer = script.open_checkpoint(rl)
     assert renderer.prompts == Prompts(**TEXTS)
     other = dataclasses.replace(rl, prompts=dataclasses.replace(rl.prompts, system="Hi."))
     with pytest.raises(ContractError, match=r"prompts.system: 'Watch, call and answer.', now 'Hi.'"):
-        checks.check_checkpoint(other)
-    other.prompts.check(toy_dir / "model")  # a checkpoint that was not trained here accepts any words
+        script.open_checkpoint(other)
+    other.prompts.refuse_unlike(toy_dir / "model")  # a checkpoint that was not trained here accepts any words
 
 
 def test_a_file_of_words_with_another_name_is_refused(toy_dir, tmp_path):

@@ -29,7 +29,7 @@ from runtime.checkpoints import load_policy
 from runtime.dataset import Dataset, RowError
 from runtime.engine import EngineError
 from runtime.policy import PolicyConfig
-from runtime.run import Run, check_gap, self_check, trainer_logprobs
+from runtime.run import Run, refuse_infinite_gap, require_agreement, trainer_logprobs, warn_of_gap
 from runtime.video import Videos
 from runtime.weights import WeightSync
 
@@ -158,14 +158,14 @@ def test_servers_that_already_run_get_the_weights_before_the_first_batch(scripte
         load(engine, path, version)
 
     monkeypatch.setattr(Scripted, "update_weights", note)
-    monkeypatch.setattr(rl, "check_servers", lambda *_: None)
+    monkeypatch.setattr(rl, "require_servers", lambda *_: None)
     train(tmp_path / "c.yaml", toy_dir, steps=1, rollout={"urls": ["http://127.0.0.1:9"]})
     assert loaded[0] == (0, 0, True) and [version for version, *_ in loaded] == [0, 1]
 
 
 def test_the_first_batch_is_checked_at_the_temperatures_of_its_agents(scripted, toy_dir, tmp_path, monkeypatch):
     checked, agents = [], {"max_turns": 1, "temperature": 0.9, "subagents": {"temperature": 0.4}}
-    monkeypatch.setattr(rl, "self_check", lambda policy, groups, *temperatures: checked.append(temperatures))
+    monkeypatch.setattr(rl, "require_agreement", lambda policy, groups, *temperatures: checked.append(temperatures))
     train(tmp_path / "c.yaml", toy_dir, steps=2, rollout=agents)
     assert checked == [(0.9, 0.4)]
 
@@ -284,12 +284,12 @@ def test_gaps_that_are_not_finite_stop_the_run_and_large_ones_are_told_once(monk
     """Past bug: `nan > LIMIT` is false, so a NaN passed the check."""
     monkeypatch.setattr("runtime.run._warned", [])
     for step, mean in enumerate((0.1, 0.3, 0.4)):
-        check_gap(mean, 0.9, step)
+        warn_of_gap(mean, 0.9, step)
     told = "warning: step 2: log-probs of trainer and engine differ by 0.30 on average, 0.90 at most\n"
     assert capsys.readouterr().out == told
     for mean, largest in ((math.nan, math.nan), (math.inf, math.inf), (0.1, math.nan)):
         with pytest.raises(EngineError, match=f"step 4: .* differ by {mean:.2f} on average, {largest:.2f} at most"):
-            check_gap(mean, largest, 3)
+            refuse_infinite_gap(mean, largest, 3)
 
 
 @pytest.mark.parametrize("main", [True, False])
@@ -299,7 +299,7 @@ def test_a_first_batch_with_a_gap_that_is_no_number_is_refused(draw, toy_dir, mo
     gaps = [math.nan, 0.0] if main else [0.0, math.nan]  # max() keeps the first of two, if either is NaN
     monkeypatch.setattr("runtime.run.logprob_gap", lambda *_: gaps.pop(0))
     with pytest.raises(EngineError, match="disagree: their log-probs differ by nan"):
-        self_check(policy, groups, 1.0)
+        require_agreement(policy, groups, 1.0)
 
 
 def test_a_step_whose_log_probs_are_not_numbers_ends_the_run(scripted, toy_dir, tmp_path, monkeypatch):
@@ -336,12 +336,12 @@ def test_the_first_batch_is_checked_with_a_call_and_its_report(draw, toy_dir, mo
             exact = trainer_logprobs(policy, [agent], 1.0).tolist()
             agent.logprobs = [exact.pop(0) if sampled else 0.0 for sampled in agent.mask]
     monkeypatch.setattr("runtime.run.GAP_LIMIT", 1e-4)
-    self_check(policy, groups, 1.0, 0.0)
-    self_check(policy, [], 1.0)  # a rank without episodes
+    require_agreement(policy, groups, 1.0, 0.0)
+    require_agreement(policy, [], 1.0)  # a rank without episodes
     for temperatures in ((0.3, 0.0), (1.0, 0.5)):
         with pytest.raises(EngineError, match="the engine's images, weights, temperature or banned tokens differ"):
-            self_check(policy, groups, *temperatures)
+            require_agreement(policy, groups, *temperatures)
     for report in reports:
         report.prompt_clips = [replace(clip, pixels=255 - clip.pixels) for clip in report.prompt_clips]
     with pytest.raises(EngineError, match="trainer and engine disagree"):
-        self_check(policy, groups, 1.0, 0.0)
+        require_agreement(policy, groups, 1.0, 0.0)

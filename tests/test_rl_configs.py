@@ -2,21 +2,20 @@
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
 from scripts import REPO, rl_config
 from short_runs import try_out
 
 import rl
-import rollout
 import sft
-from data import parse_dialogue
 from rl import RLConfig
-from rollout import RolloutConfig
 from runtime import config
-from runtime.checks import differences, dry_run
+from runtime.config import differences
+from runtime.engine import EngineConfig
 from runtime.plan import PlanConfig
+from runtime.script import dry_run
+from runtime.servers import server_flags
 
 
 def test_a_rank_starts_no_more_decoders_than_it_has_cores(monkeypatch):
@@ -45,16 +44,16 @@ def test_what_cannot_run_says_so(toy_dir, tmp_path, changes, says):
 def test_every_rank_has_a_task(toy_dir, tmp_path, monkeypatch):
     cfg = config.load(RLConfig, rl_config(tmp_path / "c.yaml", toy_dir, batch_tasks=3))
     monkeypatch.setattr(rl, "world_size", lambda: 3)
-    rl.check_hardware(cfg)
+    rl.require_hardware(cfg)
     monkeypatch.setattr(rl, "world_size", lambda: 4)
     with pytest.raises(config.ConfigError, match="batch_tasks = 3: each of 4 ranks needs a task"):
-        rl.check_hardware(cfg)
+        rl.require_hardware(cfg)
 
 
 def test_a_run_whose_servers_do_not_answer_is_refused_before_it_loads_a_model(toy_dir, tmp_path):
     path = rl_config(tmp_path / "c.yaml", toy_dir, rollout={"urls": ["http://127.0.0.1:9"]})
     with pytest.raises(config.ConfigError, match="no server answers at http://127.0.0.1:9"):
-        rl.check_hardware(config.load(RLConfig, path))
+        rl.require_hardware(config.load(RLConfig, path))
 
 
 def on_node(name: str, toy_dir: Path) -> RLConfig:
@@ -68,7 +67,7 @@ def test_every_config_of_a_real_model_fits_its_gpus(path, toy_dir, capsys):
     if path.stem.startswith("sft"):
         data = [f"data.sources=[{{path: {toy_dir}/sft.parquet}}]", f"data.video_root={toy_dir}"]
         cfg = config.load(sft.SFTConfig, path, data)
-        dry_run(cfg, parse_dialogue, sft.check_hardware, "")
+        dry_run(cfg, sft.SCRIPT)
     else:
         cfg = on_node(path.name, toy_dir)
         with pytest.raises(
@@ -105,12 +104,13 @@ def test_tp4_is_one_server_on_all_four_gpus_with_the_frames_of_four():
     assert flags == {"--mm-preprocess-cache-size-mb=65536", "--mm-preprocess-cache-size-mb=131072"}
 
 
-def test_all_servers_get_the_same_flags_and_those_of_the_config_after_them(monkeypatch, tmp_path):
+def test_all_servers_get_the_same_flags_and_those_of_the_config_after_them(monkeypatch):
     """Past bug: only RL's configs chose SGLang's well-tested paths, so an evaluation's servers had bf16 logits."""
-    monkeypatch.setattr(rollout, "SGLang", lambda *_, server_args, **others: MagicMock(flags=server_args))
 
-    def flags(**cfg) -> tuple[str, ...]:
-        return rollout.open_engine(tmp_path, None, RolloutConfig(**cfg)).flags
+    def flags(**cfg) -> list[str]:
+        *ours, size = server_flags(EngineConfig(**cfg))
+        assert size == f"--tp-size={cfg.get('tensor_parallel', 1)}"
+        return ours
 
     same = {
         "--enable-fp32-lm-head",
@@ -126,7 +126,6 @@ def test_all_servers_get_the_same_flags_and_those_of_the_config_after_them(monke
     for capability, more in (((9, 0), {"--attention-backend=fa3"}), ((10, 0), set()), ((8, 0), set())):
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda gpu, capability=capability: capability)
         assert {*flags(server_gpus=(4, 5), tensor_parallel=2, max_context=24_576)} == same | more
-    assert flags(urls=("http://node7:1",)) == ()
 
 
 NO_ANCHORING = {

@@ -40,7 +40,6 @@ from data import parse_task
 from rl import RLConfig
 from rollout import derive_seed
 from runtime import config, servers
-from runtime.checks import USER_ERRORS
 from runtime.dataset import Dataset
 from runtime.distributed import rank
 from runtime.engine import EngineError
@@ -204,7 +203,7 @@ def train_beside_servers(cfg: Path, verb: str, call: int, signals: tuple[int, in
     """Run rl.py with two stand-ins. At this call of the engine after the second update, send each of them a signal."""
     runtime.run.GAP_LIMIT = 100  # the stand-ins' log-probs are not a model's
     SGLang.request_timeout = 300.0 if all(signals) else 2.0
-    rl.check_servers = lambda *_: None
+    rl.require_servers = lambda *_: None
     servers.server_command = lambda checkpoint, renderer, port, extra: fake_server(renderer, port)
     plain = getattr(SGLang, verb)
     calls = itertools.count()
@@ -218,7 +217,7 @@ def train_beside_servers(cfg: Path, verb: str, call: int, signals: tuple[int, in
         return plain(engine, *given, **more)
 
     setattr(SGLang, verb, disturbed)
-    run_script(rl.main, config.load(RLConfig, cfg), *USER_ERRORS)
+    run_script(rl.main, config.load(RLConfig, cfg))
 
 
 BESIDE_SERVERS = {"rollout": {"server_gpus": [0, 1], "max_turns": 1}, "staleness": 1, "steps": 5, "save_every": 2}

@@ -283,14 +283,13 @@ BESIDE_A_SERVER = """
 import sys
 import rl
 from runtime import config, run, servers
-from runtime.checks import USER_ERRORS
 from runtime.script import run_script
 from scripts import fake_server
 
 run.GAP_LIMIT = 100  # the stand-in's log-probs are not a model's
-rl.check_servers = lambda *_: None
+rl.require_servers = lambda *_: None
 servers.server_command = lambda checkpoint, renderer, port, extra: fake_server(renderer, port)
-run_script(rl.main, config.load(rl.RLConfig, sys.argv[1]), *USER_ERRORS)
+run_script(rl.main, config.load(rl.RLConfig, sys.argv[1]))
 """
 
 

@@ -22,7 +22,7 @@ from episode import Task
 from rollout import AgentContext, RolloutConfig, SubagentConfig, rollout
 from runtime import config
 from runtime.checkpoints import export, load_policy
-from runtime.engine import EngineError
+from runtime.engine import EngineConfig, EngineError
 from runtime.policy import PolicyConfig
 from runtime.servers import SGLang, server_command, server_flags
 from runtime.visual import ContractError
@@ -41,13 +41,15 @@ def other(tmp_path_factory):
 
 
 def serve(checkpoint, renderer, gpus=(0,), client=SGLang) -> SGLang:
+    cfg = EngineConfig(server_gpus=gpus, max_context=4096)
+
     def launch(port: int) -> list[str]:
         # A CPU takes all flags but those that need a GPU, which are not given there.
-        command = server_command(checkpoint, renderer, port, server_flags(4096, gpus))
+        command = server_command(checkpoint, renderer, port, server_flags(cfg))
         flags = command[command.index("--port") + 2 :]
         return ["bash", str(HERE / "sglang_cpu/serve.sh"), str(VENV), str(checkpoint), str(port), *flags]
 
-    client = client(checkpoint, renderer, gpus=gpus, launch=launch, start_timeout=600)
+    client = client(checkpoint, renderer, cfg, launch=launch)
     client.wait_until_ready()
     return client
 
