@@ -7,6 +7,7 @@ SGLANG_VENV names another environment."""
 import itertools
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -165,7 +166,10 @@ def test_an_exported_qwen25_vl_serves_what_plain_transformers_says(tmp_path):
     for path, seed in ((stock, 0), (other, 1)):
         tiny.build(path, seed, "qwen2_5_vl", initializer_range=0.1)
     policy = load_policy(PolicyConfig(str(as_published(stock, tmp_path / "published"))))
-    export(policy, tmp_path / "out", CONTRACT_14)
+    contract = replace(
+        CONTRACT_14, frame_pixels=4 * 28 * 28
+    )  # a server enlarges smaller images; prompts_of shows four tokens
+    export(policy, tmp_path / "out", contract)
     renderer = tiny.renderer(tmp_path / "out")
     rows = prompts_of(renderer)
     client = serve(tmp_path / "out", renderer)
