@@ -20,6 +20,7 @@ from short_runs import train
 
 import rl
 from data import parse_task
+from episode import load_episodes
 from grpo import make_train_groups
 from rewards import give_rewards
 from rl import RLConfig
@@ -66,6 +67,13 @@ def test_an_update_is_taken_at_the_rate_that_is_logged(scripted, toy_dir, tmp_pa
     with tiny.rates_of_updates() as rates:
         lines = train(tmp_path / "c.yaml", toy_dir, steps=4, optim=optim)
     assert rates == [line["lr"] for line in lines] and len(set(rates)) == 4
+
+
+def test_a_steps_metrics_are_the_means_of_its_records_also_where_no_reward_needs_them(scripted, toy_dir, tmp_path):
+    [line] = train(tmp_path / "c.yaml", toy_dir, steps=1, batch_tasks=1)
+    episodes = load_episodes(tmp_path / "c" / "episodes" / "step-000000.jsonl")
+    for name in ("R", "well_formed", "closure/think", "surplus/answer", "f_release"):
+        assert line[name] == pytest.approx(sum(e.rewards[name] for e in episodes) / 4), name
 
 
 def test_the_reference_has_the_policys_frozen_tower_and_text_of_its_own(scripted, toy_dir, tmp_path, monkeypatch):
