@@ -58,7 +58,11 @@ def find_checkpoint(name: str | Path, weights: bool = True) -> Path:
     if not folder.is_dir():
         if not on_the_hub(name):
             raise ConfigError(f"{name}: neither a folder nor a model on the hub; training leaves one in RUN/model")
-        folder = checkpoint_dir(name, None if weights else ("*.json", "*.jinja", "*.txt"))
+        only = None if weights else ("*.json", "*.jinja", "*.txt")
+        try:  # all ranks call it: the hub's cache locks each file, so each file is downloaded once
+            folder = Path(snapshot_download(str(name), allow_patterns=only))
+        except (HFValidationError, OSError) as error:  # OSError: every error of the hub
+            raise FileNotFoundError(f"{name}: neither a folder nor a model on the hub: {error}") from None
     if not (folder / "config.json").exists():
         raise ConfigError(f"{folder} has no config.json: it is no checkpoint; a training leaves its own in RUN/model")
     index = read_json(folder / "model.safetensors.index.json") or {"weight_map": {}}
@@ -71,16 +75,6 @@ def find_checkpoint(name: str | Path, weights: bool = True) -> Path:
 def on_the_hub(name: str | Path) -> bool:
     """Return whether the name looks like owner/model. If the owner is a local folder, the name is a path."""
     return bool(re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", str(name))) and not Path(name).parent.is_dir()
-
-
-def checkpoint_dir(checkpoint: str | Path, only: Sequence[str] | None = None) -> Path:
-    """Return a checkpoint's folder. Download a model from the Hugging Face hub, or only its files that match `only`."""
-    if Path(checkpoint).is_dir():
-        return Path(checkpoint)
-    try:  # all ranks call it: the hub's cache locks each file, so each file is downloaded once
-        return Path(snapshot_download(str(checkpoint), allow_patterns=only))
-    except (HFValidationError, OSError) as error:  # OSError: every error of the hub
-        raise FileNotFoundError(f"{checkpoint}: neither a folder nor a model on the hub: {error}") from None
 
 
 def read_config(path: Path) -> PreTrainedConfig:
@@ -118,7 +112,7 @@ def load_policy(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: boo
     """Build the policy on the meta device, shard it, and let every rank read its own rows of each weight.
 
     `train=False` builds the reference policy: its weights are in the dtype of computation and have no gradient."""
-    path = checkpoint_dir(cfg.checkpoint)
+    path = find_checkpoint(cfg.checkpoint)
     device = own_device()
     dtype = dtype_of(cfg, train)
 
@@ -279,7 +273,7 @@ def export(policy: Policy, folder: str | Path, contract: VisualContract) -> None
             file_of = {name: files[writer] for name, writer in writer_of.items()}
             index = {"metadata": {"total_size": total}, "weight_map": file_of}
             (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-        _copy_other_files(checkpoint_dir(policy.cfg.checkpoint), unfinished, policy.dtype)
+        _copy_other_files(find_checkpoint(policy.cfg.checkpoint, weights=False), unfinished, policy.dtype)
         contract.save(unfinished)
         write_chat_template(unfinished)
         _replace(folder, unfinished)

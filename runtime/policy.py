@@ -1,20 +1,20 @@
 """policy.py: a vision-language model as a function from bundles to log-probs, on one CPU core or on many GPUs.
 
-    policy = load_policy(PolicyConfig(checkpoint), renderer.never_sampled)      # checkpoints.py
-    scores = policy(bundles, temperature=0.7)                                  # log-probs [N] of the tokens whose mask is 1
+    policy = load_policy(PolicyConfig(checkpoint), renderer.never_sampled)     # checkpoints.py
+    scores = policy(bundles, temperature=0.7)                 # log-probs [N] of the tokens whose mask is 1
     (-(scores.logprobs * advantages).sum() / tokens_of_all_ranks).backward()
 
     pack_bundles      bundles -> one flat sequence, in which a group's prompt appears once (packing.py)
-    encode_frames     frames -> [1 + D, M, H]; if the vision tower is frozen, it runs once for all passes over a bundle
+    encode_frames     -> frames' features [1 + D, M, H]; a frozen vision tower runs once for all passes
     run_text_model    -> hidden states [L, H], with attention that keeps suffixes apart
     _ChunkedLogprobs  -> log-probs [N]; logits exist for one chunk of target tokens at a time, even in the backward pass
 
-Training, the reference and the check of the engine's log-probs use the same forward. The engine in this process (inprocess.py)
-runs the same tower and text model.
+Training, the reference and the check of the engine's log-probs use the same forward. inprocess.py runs the same tower and text
+model.
 
-The ranks of a node shard the text blocks with FSDP2 (`checkpoints.load_policy`), and each node has all shards (HSDP). Gradients are summed over all
-ranks, so a loss divides by the token count of all ranks. Every forward runs the same collectives, even without bundles,
-images or targets.
+The ranks of a node shard the text blocks with FSDP2 (checkpoints.py), and each node has all shards (HSDP). Gradients are summed
+over all ranks, so a loss divides by the token count of all ranks. Every forward runs the same collectives, even without
+bundles, images or targets.
 
 Deliberately missing: tensor and sequence parallelism, LoRA, the video channel, attention dropout.
 
@@ -270,7 +270,7 @@ class SegmentLayout:
 
 
 class VarlenLayout:
-    """Runs a varlen kernel once for all segments. It needs each segment's keys side by side, so each suffix repeats its prompt's."""
+    """Runs a varlen kernel once for all segments. It needs their keys side by side, so each suffix repeats its prompt's."""
 
     def __init__(self, segments: Sequence[Segment], kernel: str, device: torch.device):
         self.kernel = kernel

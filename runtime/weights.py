@@ -33,8 +33,6 @@ from runtime.engine import Engine
 from runtime.policy import Policy
 from runtime.visual import VisualContract
 
-# ------------------------------------------------------------------------------------------------ the engine's weights
-
 
 class WeightSync:
     """The snapshots of one run, and the engine that loads them."""

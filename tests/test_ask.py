@@ -62,7 +62,8 @@ def test_a_bug_of_ours_is_not_one_line(command, monkeypatch):
 def test_the_weights_of_a_model_that_others_serve_are_not_fetched(toy_dir, monkeypatch):
     wanted = []
     monkeypatch.setattr(
-        "runtime.checkpoints.checkpoint_dir", lambda name, only: wanted.extend(only) or toy_dir / "model"
+        "runtime.checkpoints.snapshot_download",
+        lambda name, allow_patterns: wanted.extend(allow_patterns) or toy_dir / "model",
     )
     monkeypatch.setattr(ask, "require_servers", lambda cfg, ranks: None)
     monkeypatch.setattr(ask, "open_engine", lambda *_: None)
