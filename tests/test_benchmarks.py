@@ -179,7 +179,7 @@ def test_options_that_are_no_list_of_texts_are_refused(tmp_path, load, monkeypat
     touch(tmp_path, "a.mp4")
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     for name in ("mlvu", "lvbench"):
-        monkeypatch.setitem(SPLITS, name, replace(SPLITS[name], tables="rows.jsonl"))
+        monkeypatch.setitem(SPLITS, name, replace(SPLITS[name], question_files="rows.jsonl"))
         with pytest.raises(DataError, match="rows.jsonl: row 0: .*must be a list of at most 10 texts"):
             load(name)
 
