@@ -27,10 +27,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from data import draw_k, overview, parse_task
-from episode import Group, Task, keep_episodes
+from episode import Group, Task, Trajectory, keep_episodes
 from grpo import GRPOConfig, accumulate, assign_advantages, make_train_groups
 from metrics import add_format_metrics, describe, speed
 from rewards import RewardConfig, give_rewards
@@ -51,8 +53,9 @@ from runtime.distributed import (
     sum_over_ranks,
     world_size,
 )
-from runtime.engine import Engine
+from runtime.engine import Engine, EngineError
 from runtime.open_engine import open_engine
+from runtime.packing import Bundle
 from runtime.plan import plan_rl
 from runtime.policy import Policy
 from runtime.render import Renderer
@@ -62,11 +65,7 @@ from runtime.run import (
     RunConfig,
     make_optimizer,
     optimizer_step,
-    refuse_empty,
-    refuse_infinite_gap,
-    require_agreement,
     require_memory,
-    warn_of_gap,
 )
 from runtime.script import Script, command_line, open_run, run_training
 from runtime.servers import IMAGE_BYTES
@@ -198,7 +197,6 @@ def train(
         if measured["learned_tokens"]:  # otherwise no rank has a group to learn from, and AdamW would only decay
             measured["grad_norm"] = optimizer_step(policy, run.optimizer, cfg.optim, step, cfg.steps)
         refuse_infinite_gap(measured["logprob_gap"], measured["logprob_gap_max"], step)
-        warn_of_gap(measured["logprob_gap"], measured["logprob_gap_max"], step)
         clock.lap("train")
 
         # Sync: write the new weights while the engine may still sample, and load them once it has finished.
@@ -273,9 +271,15 @@ class Sampler:
         if step + 1 < cfg.steps:
             self.decoding.submit(self.look_ahead, *self.draw(step + 1))
 
-        context = AgentContext(self.engine, self.renderer, self.videos, cfg.rollout, stopped=self.stopped)
-        progress = rank() == 0 and sys.stderr.isatty()
-        groups = rollout(context, tasks, ks, cfg.grpo.group_size, cfg.seed, step, progress)
+        context = AgentContext(
+            self.engine,
+            self.renderer,
+            self.videos,
+            cfg.rollout,
+            stopped=self.stopped,
+            progress=rank() == 0 and sys.stderr.isatty(),
+        )
+        groups = rollout(context, tasks, ks, cfg.grpo.group_size, cfg.seed, step)
 
         # If a prompt cannot be rendered, its row is a bad row.
         for group in groups:
@@ -345,7 +349,65 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
     return mean_over_ranks(seen)
 
 
-# ------------------------------------------------------------------------------------------------ checks
+# ------------------------------------------------------------------------------------------------ checks of a step
+
+GAP_LIMIT = 0.5  # largest mean |trainer's - engine's log-prob|: rounding stays far below, a wrong image is above
+
+
+def refuse_empty(groups: Sequence[Group], step: int) -> None:
+    """Refuse a step in which no episode ran on any rank. The run would go on and replace its good states."""
+    errors = sum(gather([episode.error for group in groups for episode in group.episodes]), [])
+    if all(errors):
+        reason = errors[-1] if errors else "no row of the batch can be used"
+        raise EngineError(f"step {step + 1}: none of its {len(errors)} episodes ran; the last error: {reason}")
+
+
+def require_agreement(
+    policy: Policy, groups: Sequence[Group], temperature: float, subagent_temperature: float = 0.0
+) -> None:
+    """Refuse a first batch whose log-probs the trainer does not reproduce."""
+    # Check one episode: the shortest with a call, since crops differ in size from the overview; else the shortest.
+    ran = [episode for group in groups for episode in group.ran]
+    main, subagent = [], []
+    if ran:
+        episode = min(ran, key=lambda episode: (not episode.n_executed, len(episode.main.ids)))
+        main = [episode.main]
+        subagent = episode.subagents[:1]
+    gap = logprob_gap(policy, main, temperature)  # all ranks must call it, even without an episode
+    # A greedy sub-agent's log-probs are those of temperature 1. np.max keeps a NaN, which max() can drop.
+    largest = np.max(gather(np.max([gap, logprob_gap(policy, subagent, subagent_temperature or 1.0)])))
+    if not largest <= GAP_LIMIT:  # or NaN
+        raise EngineError(
+            f"trainer and engine disagree: their log-probs differ by {largest:.3f} on average; "
+            "the engine's images, weights, temperature or banned tokens differ from the trainer's"
+        )
+    print0(f"trainer and engine agree: their log-probs differ by {largest:.4f} on average")
+
+
+def logprob_gap(policy: Policy, trajectories: Sequence[Trajectory], temperature: float) -> float:
+    """Return the mean |trainer's - engine's log-prob| of the sampled tokens; 0 if there are none. All ranks call it."""
+    engines = torch.tensor([p for t in trajectories for p, m in zip(t.logprobs, t.mask) if m])
+    gaps = (trainer_logprobs(policy, trajectories, temperature) - engines).abs()
+    return gaps.sum().item() / max(1, len(gaps))
+
+
+def trainer_logprobs(policy: Policy, trajectories: Sequence[Trajectory], temperature: float) -> Tensor:
+    """Return the trainer's log-probs of the sampled tokens. All ranks call it."""
+    bundles = [Bundle.conversation(t.ids, t.mask, t.clips) for t in trajectories]
+    with torch.no_grad():
+        return policy(bundles, temperature).logprobs.cpu()
+
+
+def refuse_infinite_gap(mean: float, largest: float, step: int) -> None:
+    """Refuse a step whose log-prob gaps are not finite. All ranks pass the same values."""
+    if not np.isfinite([mean, largest]).all():
+        raise EngineError(
+            f"step {step + 1}: log-probs of trainer and engine differ by {mean:.2f} on average, {largest:.2f} at most: "
+            "one of the two has broken weights; lower optim.lr"
+        )
+
+
+# ------------------------------------------------------------------------------------------------ before the run
 
 
 def require_hardware(cfg: RLConfig, dry: bool = False) -> None:

@@ -124,6 +124,8 @@ class AgentContext:
     observe: Callable[[str, Any], None] = lambda event, what: None
     """Receives each event as it happens: ("turn", its text), ("clip", the Call), ("report", the Call). `ask` prints them."""
     stopped: threading.Event = field(default_factory=threading.Event)
+    progress: bool = False
+    """Whether a bar shows how many episodes have ended."""
 
 
 class Stopped(Exception):
@@ -338,13 +340,12 @@ def rollout(
     group_size: int,
     seed: int = 0,
     step: int = 0,
-    progress: bool = False,
 ) -> list[Group]:
     """Run G episodes per task, at most `concurrency` at once. With the model in this process, the same seed and step give the
     same tokens. (SGLang ignores seeds without --enable-deterministic-inference.) Once the context is `stopped`, no agent starts
     another turn."""
     groups = [Group(task, k, []) for task, k in zip(tasks, ks, strict=True)]
-    bar = tqdm(total=len(tasks) * group_size, desc="rollout", unit="episode", disable=not progress, leave=False)
+    bar = tqdm(total=len(tasks) * group_size, desc="rollout", unit="episode", disable=not context.progress, leave=False)
     preparing = ThreadPoolExecutor(8, "prompt")
     prompt_futures = []  # by task
 

@@ -1,7 +1,7 @@
 """checks.py: refuse what cannot work before a model is loaded and before anything is written. script.py calls these functions.
 
 Other refusals stand where their facts are: the config dataclasses refuse values that contradict each other, dataset.py refuses
-rows, plan.py refuses models that do not fit, and run.require_agreement compares engine and trainer once a run has begun.
+rows, plan.py refuses models that do not fit, and rl.require_agreement compares engine and trainer once a run has begun.
 """
 
 import contextlib

@@ -7,11 +7,6 @@
         run.save(step)                                # RUN/state, and RUN/models if cfg.export_every is set
     run.export()                                      # RUN/model
 
-    require_agreement(policy, groups, temperature)    # rl.py, before its first update: do trainer and engine agree?
-    refuse_empty(groups, step)                        # rl.py, in every step
-    refuse_infinite_gap(mean, largest, step)
-    warn_of_gap(mean, largest, step)
-
 script.open_run holds the folder's lock. All ranks call all of these functions.
 """
 
@@ -25,20 +20,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from episode import Group, Trajectory
 from runtime.checkpoints import export, load_state, save_state, weights_digest
 from runtime.config import refuse_below_1, save_run, write_whole
 from runtime.dataset import DataConfig
-from runtime.distributed import gather, local_size, peak_memory, print0, rank
-from runtime.engine import EngineError
-from runtime.packing import Bundle
+from runtime.distributed import local_size, peak_memory, print0, rank
 from runtime.plan import GIB, Plan, PlanConfig, meta_policy
 from runtime.policy import Policy, PolicyConfig, dtype_of
 from runtime.prompts import OURS, Prompts
@@ -282,71 +273,3 @@ def optimizer_step(policy: nn.Module, optimizer: torch.optim.AdamW, cfg: OptimCo
         optimizer.step()
     optimizer.zero_grad()
     return norm
-
-
-# ------------------------------------------------------------------------------------------------ checks of an RL step
-
-GAP_LIMIT = 0.5  # largest mean |trainer's - engine's log-prob|: rounding stays far below, a wrong image is above
-GAP_WARNING = 0.2  # other projects report poor convergence above this mean, and 0.04 from bf16 rounding
-_warned: list[int] = []  # the step whose gap was warned of
-
-
-def refuse_empty(groups: Sequence[Group], step: int) -> None:
-    """Refuse a step in which no episode ran on any rank. The run would go on and replace its good states."""
-    errors = sum(gather([episode.error for group in groups for episode in group.episodes]), [])
-    if all(errors):
-        reason = errors[-1] if errors else "no row of the batch can be used"
-        raise EngineError(f"step {step + 1}: none of its {len(errors)} episodes ran; the last error: {reason}")
-
-
-def require_agreement(
-    policy: Policy, groups: Sequence[Group], temperature: float, subagent_temperature: float = 0.0
-) -> None:
-    """Refuse a first batch whose log-probs the trainer does not reproduce."""
-    # Check one episode: the shortest with a call, since crops differ in size from the overview; else the shortest.
-    ran = [episode for group in groups for episode in group.ran]
-    main, subagent = [], []
-    if ran:
-        episode = min(ran, key=lambda episode: (not episode.n_executed, len(episode.main.ids)))
-        main = [episode.main]
-        subagent = episode.subagents[:1]
-    gap = logprob_gap(policy, main, temperature)  # all ranks must call it, even without an episode
-    # A greedy sub-agent's log-probs are those of temperature 1. np.max keeps a NaN, which max() can drop.
-    largest = np.max(gather(np.max([gap, logprob_gap(policy, subagent, subagent_temperature or 1.0)])))
-    if not largest <= GAP_LIMIT:  # or NaN
-        reason = "the engine's images, weights, temperature or banned tokens differ from the trainer's"
-        raise EngineError(f"trainer and engine disagree: their log-probs differ by {largest:.3f} on average; {reason}")
-    print0(f"trainer and engine agree: their log-probs differ by {largest:.4f} on average")
-
-
-def logprob_gap(policy: Policy, trajectories: Sequence[Trajectory], temperature: float) -> float:
-    """Return the mean |trainer's - engine's log-prob| of the sampled tokens; 0 if there are none. All ranks call it."""
-    engines = torch.tensor([p for t in trajectories for p, m in zip(t.logprobs, t.mask) if m])
-    gaps = (trainer_logprobs(policy, trajectories, temperature) - engines).abs()
-    return gaps.sum().item() / max(1, len(gaps))
-
-
-def trainer_logprobs(policy: Policy, trajectories: Sequence[Trajectory], temperature: float) -> Tensor:
-    """Return the trainer's log-probs of the sampled tokens. All ranks call it."""
-    bundles = [Bundle.conversation(t.ids, t.mask, t.clips) for t in trajectories]
-    with torch.no_grad():
-        return policy(bundles, temperature).logprobs.cpu()
-
-
-def refuse_infinite_gap(mean: float, largest: float, step: int) -> None:
-    """Refuse a step whose log-prob gaps are not finite. All ranks pass the same values."""
-    if not np.isfinite([mean, largest]).all():
-        raise EngineError(
-            f"step {step + 1}: log-probs of trainer and engine differ by {mean:.2f} on average, {largest:.2f} at most: "
-            "one of the two has broken weights; lower optim.lr"
-        )
-
-
-def warn_of_gap(mean: float, largest: float, step: int) -> None:
-    """Warn once of a large mean log-prob gap."""
-    if mean > GAP_WARNING and not _warned:
-        _warned.append(step)
-        print0(
-            f"warning: step {step + 1}: log-probs of trainer and engine differ by {mean:.2f} on average, "
-            f"{largest:.2f} at most"
-        )

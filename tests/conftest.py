@@ -124,7 +124,7 @@ def scripted(monkeypatch):
         return engines[-1]
 
     monkeypatch.setattr(rl, "open_engine", open_it)
-    monkeypatch.setattr("runtime.run.GAP_LIMIT", math.inf)
+    monkeypatch.setattr("rl.GAP_LIMIT", math.inf)
     return engines
 
 

@@ -14,7 +14,7 @@ from scripts import REPO, Forked, fake_server, finish, metrics
 
 import rl
 import sft
-from runtime import run, servers
+from runtime import servers
 from runtime.render import Renderer, load_tokenizer
 from runtime.script import command_line, run_script
 from runtime.visual import VisualContract
@@ -50,7 +50,7 @@ def train_beside_stand_ins(toy: Path) -> None:
     renderer = Renderer(load_tokenizer("runs/sft_8b/model"), VisualContract(frame_pixels=1024))
     servers.server_command = lambda checkpoint, _, port, extra=(): fake_server(renderer, port)
     rl.require_servers = lambda *_: None
-    run.GAP_LIMIT = 100  # the stand-ins' log-probs are no model's
+    rl.GAP_LIMIT = 100  # the stand-ins' log-probs are no model's
     publish = WeightSync.publish
 
     def disturbed(weights, version):

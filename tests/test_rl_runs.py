@@ -34,7 +34,6 @@ from scripts import (
 from short_runs import train, try_out
 
 import rl
-import runtime.run
 import sft
 from data import parse_task
 from rl import RLConfig
@@ -201,7 +200,7 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bits(uninterrupted, t
 
 def train_beside_servers(cfg: Path, verb: str, call: int, signals: tuple[int, int]) -> None:
     """Run rl.py with two stand-ins. At this call of the engine after the second update, send each of them a signal."""
-    runtime.run.GAP_LIMIT = 100  # the stand-ins' log-probs are not a model's
+    rl.GAP_LIMIT = 100  # the stand-ins' log-probs are not a model's
     SGLang.request_timeout = 300.0 if all(signals) else 2.0
     rl.require_servers = lambda *_: None
     servers.server_command = lambda checkpoint, renderer, port, extra: fake_server(renderer, port)
