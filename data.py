@@ -1,6 +1,6 @@
 """data.py: read rows. An RL row becomes a Task, an SFT row a Dialogue.
 
-    parse_task(row, origin, root) -> Task            then overview(task, k, videos, contract) -> clips
+    parse_task(row, origin, root) -> Task            then rollout.render_prompt makes its tokens
     parse_dialogue(row, origin, root) -> Dialogue    then sft.encode_dialogue makes its tokens
 
 `origin` is the row's name, and relative paths start at `root`. A row that cannot be used raises RowError. runtime/dataset.py
@@ -171,20 +171,6 @@ def _read_kind(question_type: str) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ a task's frames
-
-
-def overview(task: Task, k: int, videos: Videos, contract: VisualContract) -> list[Clip]:
-    """Return K uniformly spaced frames, divided among the task's videos. Each video shows at least one."""
-    lengths = [videos.info(path).n_frames for path in task.videos]
-    shares = [0] * len(lengths)
-    left = min(max(k, len(lengths)), sum(lengths))
-    # Give one more frame to each video in turn. Longer videos get the share that a short one cannot fill.
-    while left:
-        for i, length in enumerate(lengths):
-            if left and shares[i] < length:
-                shares[i] += 1
-                left -= 1
-    return [videos.overview(path, share, contract.frame_size) for path, share in zip(task.videos, shares)]
 
 
 def draw_k(task_id: str, epoch: int, choices: Sequence[int], seed: int = 0) -> int:

@@ -49,7 +49,7 @@ from runtime.checks import (
     require_servers,
     require_writable,
 )
-from runtime.config import ConfigError, refuse_below_1, save_run, suggest, write_whole
+from runtime.config import ConfigError, refuse_below_1, suggest
 from runtime.dataset import DataError
 from runtime.engine import run_all
 from runtime.open_engine import open_engine
@@ -57,6 +57,7 @@ from runtime.plan import PUBLISHED
 from runtime.policy import MODELS
 from runtime.prompts import Prompts
 from runtime.render import Renderer, load_tokenizer
+from runtime.run import save_run, write_whole
 from runtime.script import command_line, only_run_in, passed, run_script
 from runtime.video import Videos
 from runtime.visual import VisualContract, read_json

@@ -31,12 +31,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data import draw_k, overview, parse_task
+from data import draw_k, parse_task
 from episode import Group, Task, Trajectory, keep_episodes
 from grpo import GRPOConfig, accumulate, assign_advantages, make_train_groups
 from metrics import add_format_metrics, describe, speed
 from rewards import RewardConfig, give_rewards
-from rollout import AgentContext, RolloutConfig, render_prompt, rollout
+from rollout import AgentContext, RolloutConfig, overview, render_prompt, rollout
 from runtime.api import Judge
 from runtime.checkpoints import load_policy
 from runtime.checks import require_servers

@@ -29,14 +29,13 @@ from typing import Any, Literal
 
 from tqdm import tqdm
 
-from data import overview
 from episode import Call, Episode, Group, Task, Trajectory
 from runtime.config import refuse_below_1, suggest
 from runtime.dataset import RowError, row_errors
 from runtime.engine import Engine, EngineConfig, EngineError, run_all
 from runtime.render import NO_REPORT, THINK_PREFIX, Rendered, Renderer
 from runtime.video import Clip, VideoError, Videos
-from runtime.visual import ContractError
+from runtime.visual import ContractError, VisualContract
 from tools import TOOLS, ClipForSubagent, ToolError, parse_calls, run_tool
 
 # Texts that the main agent reads when a call did not run to its end, or when no more calls are allowed.
@@ -149,6 +148,20 @@ def render_prompt(task: Task, k: int, context: AgentContext) -> Rendered:
         task.question, task.videos, clips, renderer.contract, with_tools, cfg.tool_return
     )
     return renderer.render(messages, cfg.schemas, generate=True)
+
+
+def overview(task: Task, k: int, videos: Videos, contract: VisualContract) -> list[Clip]:
+    """Return K uniformly spaced frames, divided among the task's videos. Each video shows at least one."""
+    lengths = [videos.info(path).n_frames for path in task.videos]
+    shares = [0] * len(lengths)
+    left = min(max(k, len(lengths)), sum(lengths))
+    # Give one more frame to each video in turn. Longer videos get the share that a short one cannot fill.
+    while left:
+        for i, length in enumerate(lengths):
+            if left and shares[i] < length:
+                shares[i] += 1
+                left -= 1
+    return [videos.overview(path, share, contract.frame_size) for path, share in zip(task.videos, shares)]
 
 
 def run_episode(context: AgentContext, task: Task, k: int, prompt: Rendered, seed: int) -> Episode:

@@ -19,14 +19,16 @@ from urllib.parse import urlsplit
 
 import requests
 import torch
+from jinja2 import TemplateError
 
 from episode import RecordError
 from runtime.checkpoints import weights_digest
-from runtime.config import ConfigError, differences, git_commit, load
+from runtime.config import ConfigError, differences, load
 from runtime.dataset import DataError
 from runtime.distributed import gather, print0
 from runtime.engine import EngineConfig, EngineError, EngineLost
-from runtime.render import Renderer
+from runtime.render import THINK_PREFIX, Renderer
+from runtime.run import git_commit
 from runtime.servers import ask
 from runtime.visual import ContractError, read_json
 
@@ -81,11 +83,32 @@ def refuse_template(source: Path, renderer: Renderer, schemas: dict[str, dict]) 
             raise ConfigError(
                 f"tools.TOOLS[{key!r}]: the model would call it {name!r}, by its function's name; use that"
             )
-    if problem := renderer.template_problem(list(schemas.values())):
+    if problem := template_problem(renderer, list(schemas.values())):
         raise ConfigError(
             f"{source}: its chat template does not continue a dialogue as rollouts do: {problem}. "
             "Put the Instruct model's chat_template.jinja into this folder"
         )
+
+
+def template_problem(renderer: Renderer, schemas: list[dict]) -> str:
+    """Return where a dialogue that the chat template renders as a whole, as in SFT, differs from the same dialogue turn by
+    turn, as in a rollout. Empty: nowhere."""
+    opening = [{"role": "system", "content": "Look."}, {"role": "user", "content": "Which?"}]
+    said = THINK_PREFIX + "I see.\n</think>\n<tool_call>\n{}\n</tool_call>"
+    turn = {"role": "assistant", "content": said}
+    for tools, role, contents in ((schemas, "tool", ["red", "blue"]), (None, "user", ["red"])):
+        replies = [{"role": role, "content": content} for content in contents]
+        try:
+            prompt = renderer.render(opening, tools, generate=True).ids
+            grown = [*prompt, *renderer.encode(said), renderer.end_of_turn, *renderer.continuation(contents, role).ids]
+            whole = renderer.render([*opening, turn, *replies], tools, generate=True).ids
+        except (ContractError, TemplateError, TypeError) as error:  # TypeError: it reads no lists of parts
+            return str(error)
+        if grown != whole:
+            same = os.path.commonprefix([grown, whole])
+            its, ours = (renderer.decode(ids[len(same) :][:8]) for ids in (whole, grown))
+            return f"after {renderer.decode(same[-8:])!r} it writes {its!r}, and a rollout {ours!r}"
+    return ""
 
 
 def refuse_unlike_nodes(cfg: Any, start: Path) -> None:

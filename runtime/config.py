@@ -1,7 +1,6 @@
 """config.py: one YAML per run -> one frozen dataclass.
 
     cfg = config.load(SFTConfig, "configs/sft_8b.yaml", ["optim.lr=1e-5"])      # YAML + overrides -> dataclass
-    config.save_run(cfg, cfg.run)                                               # RUN/config.yaml, which `load` reads back
 
 A library would also merge YAML and check types. This file adds four things: an error names the key, the value, the rule and
 the nearest valid key; no error shows an API key; no key stands twice; no number is negative or infinite. Defaults are in the
@@ -14,12 +13,7 @@ Deliberately missing: interpolation, environment variables.
 import contextlib
 import dataclasses
 import difflib
-import importlib.metadata
-import json
 import math
-import os
-import subprocess
-import sys
 import types
 import typing
 from collections.abc import Iterable, Sequence
@@ -201,47 +195,3 @@ def refuse_below_1(cfg: Any, *names: str) -> None:
     for name in names:
         if getattr(cfg, name) < 1:
             raise ValueError(f"{name} = {getattr(cfg, name)}: must be at least 1")
-
-
-# ------------------------------------------------------------------------------------------------ the run's copy of it
-
-
-def save_run(cfg: Any, run_dir: str | Path, **more: Any) -> None:
-    """Write what is needed to repeat the run: config.yaml and run.json. `more` goes into run.json."""
-    run_dir = Path(run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    # JSON turns tuples into lists, so the file is plain YAML that `load` reads back.
-    text = yaml.safe_dump(json.loads(json.dumps(dataclasses.asdict(cfg))), sort_keys=False, allow_unicode=True)
-    write_whole(run_dir / "config.yaml", text)  # `refuse_other_run` reads it before a run resumes
-    # A run that continues with other code keeps the commits with which it began.
-    path = run_dir / "run.json"
-    before = json.loads(path.read_text()) if path.exists() else {}
-    commits = before.get("commits", [])
-    if commits[-1:] != [git_commit()]:
-        commits.append(git_commit())
-    packages = {package.name: package.version for package in importlib.metadata.distributions()}
-    run = {"command": sys.argv, "commits": commits, "python": sys.version, **more, "packages": packages}
-    write_whole(path, json.dumps(run, indent=1))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file completely or, if the process or the machine dies, not at all."""
-    unborn = path.with_name(path.name + ".new")
-    with unborn.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())  # without it, a power cut may leave the renamed file empty
-    unborn.rename(path)
-
-
-def git_commit() -> str:
-    """Return the commit that is checked out, with `+` when files (but results) differ from it, or "unknown"."""
-    git = ["git", "-C", str(Path(__file__).parent.parent)]
-    try:
-        commit = subprocess.check_output(
-            [*git, "rev-parse", "--short=12", "HEAD"], stderr=subprocess.DEVNULL, text=True
-        )
-        changed = subprocess.check_output([*git, "status", "--porcelain", "-uno", "--", ".", ":!results"])
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return commit.strip() + ("+" if changed else "")

@@ -1,4 +1,4 @@
-"""render.py: turn messages into token ids, and ids into text, for SFT, RL, evaluation and `ask`. It needs no torch.
+"""render.py: turn messages into token ids, and ids into text, for SFT, RL, evaluation and `ask`.
 
     renderer = Renderer(load_tokenizer(checkpoint_dir), contract)
     rendered = renderer.render(messages, tools)    # ids with expanded image pads, assistant mask, clips
@@ -11,13 +11,11 @@ each role's turns, even in a row's system prompt. In text that we mark as our ow
 """
 
 import codecs
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from jinja2 import TemplateError
 
 from runtime.prompts import OURS, Live, Prompts
 from runtime.video import Clip
@@ -127,26 +125,6 @@ class Renderer:
         text, clips = self._text(messages, None, generate=True)
         ids = self.encode(text.partition(_ASSISTANT + END_OF_TURN)[2])
         return self._expand(ids, [0] * len(ids), clips)
-
-    def template_problem(self, schemas: list[dict]) -> str:
-        """Return where a dialogue that the chat template renders as a whole, as in SFT, differs from the same dialogue turn by
-        turn, as in a rollout. Empty: nowhere."""
-        opening = [{"role": "system", "content": "Look."}, {"role": "user", "content": "Which?"}]
-        said = THINK_PREFIX + "I see.\n</think>\n<tool_call>\n{}\n</tool_call>"
-        turn = {"role": "assistant", "content": said}
-        for tools, role, contents in ((schemas, "tool", ["red", "blue"]), (None, "user", ["red"])):
-            replies = [{"role": role, "content": content} for content in contents]
-            try:
-                prompt = self.render(opening, tools, generate=True).ids
-                grown = [*prompt, *self.encode(said), self.end_of_turn, *self.continuation(contents, role).ids]
-                whole = self.render([*opening, turn, *replies], tools, generate=True).ids
-            except (ContractError, TemplateError, TypeError) as error:  # TypeError: it reads no lists of parts
-                return str(error)
-            if grown != whole:
-                same = os.path.commonprefix([grown, whole])
-                its, ours = (self.decode(ids[len(same) :][:8]) for ids in (whole, grown))
-                return f"after {self.decode(same[-8:])!r} it writes {its!r}, and a rollout {ours!r}"
-        return ""
 
     def encode(self, text: str) -> list[int]:
         """Tokenise our own text. Control tokens in it are live, except those that `inert` has cut."""

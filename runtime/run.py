@@ -10,24 +10,28 @@
 script.open_run holds the folder's lock. All ranks call all of these functions.
 """
 
+import importlib.metadata
 import importlib.util
 import json
 import math
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import yaml
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from tqdm import tqdm
 
 from runtime.checkpoints import export, load_state, save_state, weights_digest
-from runtime.config import refuse_below_1, save_run, write_whole
+from runtime.config import refuse_below_1
 from runtime.dataset import DataConfig
 from runtime.distributed import local_size, peak_memory, print0, rank
 from runtime.plan import GIB, Plan, PlanConfig, meta_policy
@@ -229,6 +233,50 @@ class Metrics:
         keys = [key for key in self._shown if key in values] + [key for key in ALARMS if values.get(key)]
         figures = " ".join(f"{key} {values[key]:.4g}" for key in keys)
         print(f"{self._name} step {step + 1}/{self._steps} {figures}", flush=True)
+
+
+# ------------------------------------------------------------------------------------------------ the record of a run
+
+
+def save_run(cfg: Any, run_dir: str | Path, **more: Any) -> None:
+    """Write what is needed to repeat the run: config.yaml and run.json. `more` goes into run.json."""
+    run_dir = Path(run_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    # JSON turns tuples into lists, so the file is plain YAML that `load` reads back.
+    text = yaml.safe_dump(json.loads(json.dumps(asdict(cfg))), sort_keys=False, allow_unicode=True)
+    write_whole(run_dir / "config.yaml", text)  # `refuse_other_run` reads it before a run resumes
+    # A run that continues with other code keeps the commits with which it began.
+    path = run_dir / "run.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    commits = before.get("commits", [])
+    if commits[-1:] != [git_commit()]:
+        commits.append(git_commit())
+    packages = {package.name: package.version for package in importlib.metadata.distributions()}
+    run = {"command": sys.argv, "commits": commits, "python": sys.version, **more, "packages": packages}
+    write_whole(path, json.dumps(run, indent=1))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file completely or, if the process or the machine dies, not at all."""
+    unborn = path.with_name(path.name + ".new")
+    with unborn.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())  # without it, a power cut may leave the renamed file empty
+    unborn.rename(path)
+
+
+def git_commit() -> str:
+    """Return the commit that is checked out, with `+` when files (but results) differ from it, or "unknown"."""
+    git = ["git", "-C", str(Path(__file__).parent.parent)]
+    try:
+        commit = subprocess.check_output(
+            [*git, "rev-parse", "--short=12", "HEAD"], stderr=subprocess.DEVNULL, text=True
+        )
+        changed = subprocess.check_output([*git, "status", "--porcelain", "-uno", "--", ".", ":!results"])
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return commit.strip() + ("+" if changed else "")
 
 
 # ------------------------------------------------------------------------------------------------ optimizer

@@ -23,7 +23,8 @@ from typing import NamedTuple
 from evals.results import outcomes, read_results
 from evals.tables import markdown
 from runtime.cleanup import start_group
-from runtime.config import git_commit, read_tree
+from runtime.config import read_tree
+from runtime.run import git_commit
 from study import toy
 
 SEEDS = 5

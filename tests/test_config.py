@@ -10,6 +10,7 @@ import pytest
 from scripts import REPO
 
 from runtime import config
+from runtime.run import save_run
 from sft import SFTConfig
 
 
@@ -95,7 +96,7 @@ def test_what_cannot_run_names_the_key_the_value_and_the_rule(tmp_path, text, ov
 
 def test_the_saved_config_is_the_run_config(tmp_path):
     cfg = Run(name="a", optim=Optim(lr=3e-4), sources=(Source("x"),), weights={"answer": 2.0}, seed=1)
-    config.save_run(cfg, tmp_path / "run")
+    save_run(cfg, tmp_path / "run")
     assert config.load(Run, tmp_path / "run" / "config.yaml") == cfg
     assert f'"torch": "{importlib.metadata.version("torch")}' in (tmp_path / "run" / "run.json").read_text()
 

@@ -21,6 +21,7 @@ from rl import RLConfig
 from rollout import RolloutConfig
 from runtime import checks, config
 from runtime.config import ConfigError
+from runtime.run import save_run
 
 SFT = "sft.py configs/toy_sft.yaml policy.checkpoint=toy_data/model"
 RL = "rl.py configs/toy_paragrpo.yaml policy.checkpoint=toy_data/model"
@@ -190,7 +191,7 @@ def test_a_resumed_run_may_find_its_data_elsewhere_but_not_mix_them_anew(tmp_pat
     def cfg(*overrides):
         return config.load(RLConfig, REPO / "configs" / "toy_paragrpo.yaml", [f"run={tmp_path}", *overrides])
 
-    config.save_run(cfg(), tmp_path)
+    save_run(cfg(), tmp_path)
     (tmp_path / "state" / "step-00000001").mkdir(parents=True)
     checks.refuse_other_run(cfg("data.sources=[{path: elsewhere/rl.parquet}]", "data.video_root=elsewhere"))
     for change in ("data.sources=[{path: rl.parquet, weight: 2}]", "data.sources=[{path: sft.parquet}]", "data.seed=1"):

@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 
 from episode import Episode, Task, Trajectory
 from rewards import RewardConfig, score, structural_mask
+from runtime.checks import template_problem
 from runtime.packing import Bundle
 from runtime.prompts import Live
 from runtime.render import THINK_PREFIX, Renderer, load_tokenizer
@@ -213,13 +214,13 @@ def test_outside_text_never_becomes_a_control_token(either, role):
 
 
 def test_the_instruct_templates_continue_a_dialogue_as_rollouts_do(either, schemas):
-    assert either.template_problem(schemas) == either.template_problem([]) == ""
+    assert template_problem(either, schemas) == template_problem(either, []) == ""
 
 
 def test_the_thinking_template_is_refused_with_its_second_think(tokenizer, schemas):
     thinking = copy.deepcopy(tokenizer)
     thinking.chat_template = qwen.chat_template("Qwen3-VL-Thinking")
-    problem = Renderer(thinking, qwen.CONTRACT).template_problem(schemas)
+    problem = template_problem(Renderer(thinking, qwen.CONTRACT), schemas)
     assert problem.startswith(r"after '?<|im_end|>\n<|im_start|>assistant\n<think>\n' it writes 'I see.")
     assert r"and a rollout '<think>\nI see." in problem
 

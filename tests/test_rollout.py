@@ -12,10 +12,9 @@ import pytest
 from scripted import END, TASK, MemoryVideos, Scripted, check_trajectory, is_subagent, play, turns
 from tiny import CONTRACT
 
-import data
 import rollout
 from episode import Episode, RecordError, Task, dump, load_episodes
-from rollout import NO_CALLS_LEFT, RolloutConfig, SubagentConfig, render_prompt
+from rollout import NO_CALLS_LEFT, RolloutConfig, SubagentConfig, overview, render_prompt
 from runtime import dataset
 from runtime.engine import EngineError
 from runtime.render import IMAGE_PAD
@@ -234,7 +233,7 @@ def test_what_a_short_video_cannot_fill_of_the_overview_the_others_get(frames, k
             return min(k, int(path))
 
     task = dataclasses.replace(TASK, videos=tuple(map(str, frames)))
-    assert data.overview(task, k, Videos(duration=500.0), CONTRACT) == shares
+    assert overview(task, k, Videos(duration=500.0), CONTRACT) == shares
 
 
 # ---- 7, 8, 9: what comes from outside
