@@ -12,7 +12,7 @@ Deliberately missing: pixels in the records, and reading the records of another 
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -52,7 +52,7 @@ class Trajectory:
     turns: list[tuple[int, int]] = field(default_factory=list)  # the assistant's [start, end), forced <think> included
     finish: str = ""  # why the last turn ended: stop | length
     call_clips: list[Clip] = field(default_factory=list)  # clips that its calls returned (`tool_return: frames`)
-    structural: list[int] = field(default_factory=list)  # 1 = sampled, in struct(o); empty until rewards.py fills it
+    structural: list[int] = field(default_factory=list)  # 1 = sampled, in struct(o); rewards.py fills the main agent's
 
     @property
     def n_sampled(self) -> int:
@@ -125,20 +125,6 @@ class Episode:
         """Calls that ran. The metric kappa is their mean per episode."""
         return sum(not call.error for call in self.calls)
 
-    @property
-    def all_tokens(self) -> int:
-        """Tokens that all agents sampled."""
-        return sum(trajectory.n_sampled for trajectory in self.trajectories)
-
-    @property
-    def critical_tokens(self) -> int:
-        """Sampled tokens on the critical path: the main agent's, and the longest report of each turn."""
-        longest: dict[int, int] = {}
-        for call in self.calls:
-            if call.subagent is not None:
-                longest[call.turn] = max(longest.get(call.turn, 0), call.subagent.n_sampled)
-        return self.main.n_sampled + sum(longest.values())
-
 
 @dataclass
 class Group:
@@ -155,10 +141,6 @@ class Group:
 
 
 # ------------------------------------------------------------------------------------------------ records of episodes
-
-
-class RecordError(ValueError):
-    """A record that this version of the code cannot read."""
 
 
 # The pixels of all recorded clips: one array, so the prompts of a group are still the same.
@@ -200,12 +182,10 @@ def load_episodes(path: str | Path) -> list[Episode]:
 
 def episode_of(record: dict) -> Episode:
     """Rebuild an episode from a record of `dump`."""
-    _refuse_other_fields(record, Episode)
     task = record["task"]
     task = Task(**task | {"videos": tuple(task["videos"]), "options": tuple(task["options"])})
     calls = []
     for call in record["calls"]:
-        _refuse_other_fields(call, Call)
         window = call["window"] and tuple(call["window"])
         subagent = call["subagent"] and _trajectory_of(call["subagent"])
         calls.append(Call(**call | {"window": window, "subagent": subagent}))
@@ -214,17 +194,6 @@ def episode_of(record: dict) -> Episode:
 
 def _trajectory_of(record: dict) -> Trajectory:
     fields = {name: value for name, value in record.items() if name != "text"}
-    _refuse_other_fields(fields, Trajectory)
     for name in ("prompt_clips", "call_clips"):
         fields[name] = [Clip(NO_PIXELS, tuple(times)) for times in record[name]]
     return Trajectory(**fields | {"turns": [tuple(turn) for turn in record["turns"]]})
-
-
-def _refuse_other_fields(names: Iterable[str], kind: type) -> None:
-    """Refuse a record from a version of this code in which the type had other fields."""
-    differ = set(names) ^ kind.__dataclass_fields__.keys()
-    if differ:
-        raise RecordError(
-            f"an episode of another version of this code, whose {kind.__name__} has other fields "
-            f"({', '.join(sorted(differ))}): read it with that version, or run again"
-        )

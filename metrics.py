@@ -71,8 +71,6 @@ def add_episode(seen: dict[str, list[float]], episode: Episode, step: int) -> No
     seen["truncated_rate"].append(episode.main.finish == "length")
     seen["turns"].append(len(episode.main.turns))
     seen["sampled_tokens"].append(episode.main.n_sampled)
-    seen["critical_tokens"].append(episode.critical_tokens)
-    seen["all_tokens"].append(episode.all_tokens)
     versions = [version for version in episode.main.versions if version >= 0]
     if versions:
         seen["staleness"].append(step - sum(versions) / len(versions))

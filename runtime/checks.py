@@ -21,7 +21,6 @@ import requests
 import torch
 from jinja2 import TemplateError
 
-from episode import RecordError
 from runtime.checkpoints import weights_digest
 from runtime.config import ConfigError, differences, load
 from runtime.dataset import DataError
@@ -33,7 +32,7 @@ from runtime.servers import ask
 from runtime.visual import ContractError, read_json
 
 # Errors that a user can fix: they are shown as one sentence, without a traceback.
-USER_ERRORS = (ConfigError, ContractError, DataError, RecordError, EngineError, EngineLost, FileNotFoundError)
+USER_ERRORS = (ConfigError, ContractError, DataError, EngineError, EngineLost, FileNotFoundError)
 # Settings that may change when a run resumes: how long, where and how fast it runs, what it reports, and the remedies for bad
 # steps and rows. A name without a dot stands for the whole section. In data.sources only the folders may change.
 MAY_CHANGE = {
