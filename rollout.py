@@ -30,13 +30,14 @@ from typing import Any, Literal
 from tqdm import tqdm
 
 from episode import Call, Episode, Group, Task, Trajectory
+from runtime.calls import parse_calls
 from runtime.config import refuse_below_1, suggest
 from runtime.dataset import RowError, row_errors
 from runtime.engine import Engine, EngineConfig, EngineError, run_all
 from runtime.render import NO_REPORT, THINK_PREFIX, Rendered, Renderer
 from runtime.video import Clip, VideoError, Videos
 from runtime.visual import ContractError, VisualContract
-from tools import TOOLS, ClipForSubagent, ToolError, parse_calls, run_tool
+from tools import TOOLS, ClipForSubagent, ToolError, run_tool
 
 # Texts that the main agent reads when a call did not run to its end, or when no more calls are allowed.
 GIVEN_UP = "This call took too long and was given up."

@@ -18,6 +18,7 @@ from tiny import CONTRACT
 
 import tools
 from episode import Call, Task, dump
+from runtime.calls import parse_calls
 from runtime.video import Clip
 from tools import (
     TOOLS,
@@ -26,7 +27,6 @@ from tools import (
     choose_video,
     crop_video,
     make_tool,
-    parse_calls,
     read_time,
     read_window,
     run_tool,
