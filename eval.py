@@ -41,7 +41,7 @@ from rewards import RewardConfig, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive_seed
 from runtime.answers import final_answer
 from runtime.api import Api, Judge, JudgeError, require_api
-from runtime.checkpoints import find_checkpoint, on_the_hub, weights_digest
+from runtime.checkpoints import on_the_hub, weights_digest
 from runtime.checks import (
     refuse_other_run,
     refuse_other_weights,
@@ -56,9 +56,9 @@ from runtime.open_engine import open_engine
 from runtime.plan import PUBLISHED
 from runtime.policy import MODELS
 from runtime.prompts import Prompts
-from runtime.render import Renderer, load_tokenizer
+from runtime.render import Renderer
 from runtime.run import save_run, write_whole
-from runtime.script import command_line, only_run_in, passed, run_script
+from runtime.script import command_line, only_run_in, open_checkpoint, passed, run_script
 from runtime.video import Videos
 from runtime.visual import VisualContract, read_json
 
@@ -334,20 +334,16 @@ def prepare(cfg: EvalConfig, dry: bool = False) -> tuple[list[EvalJob], Path | N
     if dry and on_the_hub(cfg.checkpoint):
         print(f"  note    checkpoint: {cfg.checkpoint} was not looked up; the run fetches it from the hub")
     else:
-        folder = find_checkpoint(cfg.checkpoint, weights=not cfg.api.url)  # an API needs only the tokenizer
-        contract = cfg.visual or VisualContract.load(folder)
-        contract.refuse_unlike(folder)
-        prompts = cfg.prompts or Prompts.load(folder)
-        prompts.refuse_unlike(folder)
-        renderer = Renderer(load_tokenizer(folder), contract, prompts)
+        # An API needs only the tokenizer.
+        folder, renderer = open_checkpoint(cfg.checkpoint, cfg.visual, cfg.prompts, weights=not cfg.api.url)
         try:
-            refuse_template(folder, renderer, dict(zip(cfg.rollout.tools, cfg.rollout.schemas)))
+            refuse_template(folder, renderer, cfg.rollout.schemas)
         except ConfigError as error:
             if cfg.agentic:
                 raise
             print(f"  note    {error}")
-        if prompts.changed:
-            print(f"  note    prompts: not ours: {', '.join(prompts.changed)}")
+        if renderer.prompts.changed:
+            print(f"  note    prompts: not ours: {', '.join(renderer.prompts.changed)}")
         passed(f"checkpoint: {folder}", dry)
 
     # The run's folder. Answers under other settings are refused, and so are those of another model.

@@ -124,7 +124,7 @@ class RLConfig(RunConfig):
 
     @property
     def schemas(self) -> dict[str, dict]:
-        return dict(zip(self.rollout.tools, self.rollout.schemas or ()))
+        return self.rollout.schemas
 
 
 # The metrics on the console.

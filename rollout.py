@@ -37,7 +37,7 @@ from runtime.engine import Engine, EngineConfig, EngineError, run_all
 from runtime.render import NO_REPORT, THINK_PREFIX, Rendered, Renderer
 from runtime.video import Clip, VideoError, Videos
 from runtime.visual import ContractError, VisualContract
-from tools import TOOLS, ClipForSubagent, ToolError, run_tool
+from tools import TOOLS, ClipForSubagent, ToolError, run_tool, schemas_of
 
 # Texts that the main agent reads when a call did not run to its end, or when no more calls are allowed.
 GIVEN_UP = "This call took too long and was given up."
@@ -109,8 +109,8 @@ class RolloutConfig(EngineConfig):
         return self.max_turns, self.max_calls
 
     @property
-    def schemas(self) -> list[dict] | None:
-        return [TOOLS[name].schema for name in self.tools] if self.dispatch != "none" else None
+    def schemas(self) -> dict[str, dict]:
+        return schemas_of(self.tools) if self.dispatch != "none" else {}
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def render_prompt(task: Task, k: int, context: AgentContext) -> Rendered:
     messages = renderer.prompts.main_messages(
         task.question, task.videos, clips, renderer.contract, with_tools, cfg.tool_return
     )
-    return renderer.render(messages, cfg.schemas, generate=True)
+    return renderer.render(messages, list(cfg.schemas.values()) or None, generate=True)
 
 
 def overview(task: Task, k: int, videos: Videos, contract: VisualContract) -> list[Clip]:

@@ -38,7 +38,7 @@ from runtime.render import TAG, Renderer
 from runtime.run import OptimConfig, Run, RunConfig, make_optimizer, optimizer_step, require_memory
 from runtime.script import Script, command_line, open_run, run_training
 from runtime.video import Videos
-from tools import TOOLS
+from tools import TOOLS, schemas_of
 
 # Patterns for the kinds of text in an assistant's turn. Group 1 of a match is text of that kind. A later kind overwrites an
 # earlier one. All other text is prose.
@@ -77,7 +77,7 @@ class SFTConfig(RunConfig):
 
     @property
     def schemas(self) -> dict[str, dict]:
-        return {name: TOOLS[name].schema for name in self.tools}
+        return schemas_of(self.tools)
 
 
 def plan_sft(cfg: SFTConfig) -> list[Plan]:

@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -93,6 +93,11 @@ TOOLS = {
         {"video_path": "string", "start_time": "number", "end_time": "number", "num_frames": "integer"},
     ),
 }
+
+
+def schemas_of(names: Iterable[str]) -> dict[str, dict]:
+    """Return the schemas of these tools, by their names in TOOLS."""
+    return {name: TOOLS[name].schema for name in names}
 
 
 # ------------------------------------------------------------------------------------------------ arguments

@@ -28,7 +28,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from tqdm import tqdm
 
-from runtime.checkpoints import find_checkpoint, on_the_hub, read_config, saved_step
+from runtime.checkpoints import find_checkpoint, on_the_hub, saved_step
 from runtime.checks import (
     USER_ERRORS,
     refuse_other_run,
@@ -41,8 +41,10 @@ from runtime.checks import (
 from runtime.config import ConfigError, load
 from runtime.dataset import Dataset, RowError, Rows, require_rows, row_errors
 from runtime.distributed import barrier, print0, rank
+from runtime.prompts import Prompts
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import Videos
+from runtime.visual import VisualContract
 
 T = TypeVar("T")
 GOES_ON = "The same command resumes from what was saved"
@@ -168,7 +170,11 @@ def prepare(cfg: Any, script: Script, dry: bool = False) -> tuple[Path | None, R
     if dry and on_the_hub(cfg.policy.checkpoint):
         print0(f"  note    checkpoint: {cfg.policy.checkpoint} was not looked up; the run fetches it from the hub")
         return None, None
-    source, renderer = open_checkpoint(cfg)
+    source, renderer = open_checkpoint(cfg.policy.checkpoint, cfg.visual, cfg.prompts)
+    refuse_template(source, renderer, cfg.schemas)
+    # Reference and frozen tower would be new, and the text model old.
+    if saved_step(Path(cfg.run) / "state"):
+        refuse_other_weights(Path(cfg.run), source, f"policy.checkpoint = {cfg.policy.checkpoint!r}")
     passed(f"checkpoint: {source}", dry)
     return source, renderer
 
@@ -179,19 +185,17 @@ def passed(check: str, dry: bool) -> None:
         print(f"  ok      {check}")
 
 
-def open_checkpoint(cfg: Any) -> tuple[Path, Renderer]:
-    """Return the checkpoint's folder and renderer. Refuse another family, visual contract, chat template or other prompts. Refuse to
-    resume from other weights than the run began with: reference and frozen tower would be new, and the text model old."""
-    run = Path(cfg.run)
-    source = find_checkpoint(cfg.policy.checkpoint)
-    read_config(source)  # refuses other families, whose tokenizer may not load
-    cfg.visual.refuse_unlike(source)
-    cfg.prompts.refuse_unlike(source)
-    if saved_step(run / "state"):
-        refuse_other_weights(run, source, f"policy.checkpoint = {cfg.policy.checkpoint!r}")
-    renderer = Renderer(load_tokenizer(source), cfg.visual, cfg.prompts)
-    refuse_template(source, renderer, cfg.schemas)
-    return source, renderer
+def open_checkpoint(
+    name: str, visual: VisualContract | None = None, prompts: Prompts | None = None, weights: bool = True
+) -> tuple[Path, Renderer]:
+    """Return a checkpoint's folder and its renderer. Refuse another visual contract or other prompts than it was trained with;
+    None: its own. Without `weights`, fetch only its small files."""
+    source = find_checkpoint(name, weights)
+    visual = visual or VisualContract.load(source)
+    prompts = prompts or Prompts.load(source)
+    visual.refuse_unlike(source)
+    prompts.refuse_unlike(source)
+    return source, Renderer(load_tokenizer(source), visual, prompts)
 
 
 @contextlib.contextmanager

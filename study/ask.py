@@ -19,15 +19,13 @@ from pathlib import Path
 from episode import Call, Task, dump
 from rollout import AgentContext, RolloutConfig, render_prompt, run_episode
 from runtime import config
-from runtime.checkpoints import find_checkpoint
 from runtime.checks import USER_ERRORS, refuse_template, require_servers
 from runtime.engine import Engine, Sample
 from runtime.open_engine import open_engine
 from runtime.prompts import Prompts
-from runtime.render import Renderer, load_tokenizer
-from runtime.script import expandable_segments
+from runtime.render import Renderer
+from runtime.script import expandable_segments, open_checkpoint
 from runtime.video import Clip, VideoError, Videos
-from runtime.visual import VisualContract
 from tools import TOOLS
 
 WIDTH = 40  # characters of the timeline
@@ -67,15 +65,12 @@ def main() -> int:
 
 def context_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig) -> AgentContext:
     """Return everything that an agent needs, with the checkpoint's own contract."""
-    source = find_checkpoint(args.model, weights=not cfg.urls)
     require_servers(cfg, ranks=1)
-    contract = VisualContract.load(source)
-    contract.refuse_unlike(source)
-    prompts = Prompts.load(source)
-    if args.prompts:
+    source, renderer = open_checkpoint(args.model, weights=not cfg.urls)
+    if args.prompts:  # also other ones than the checkpoint was trained with
         prompts = config.build(Prompts, config.read_tree(args.prompts), "")
-    renderer = Renderer(load_tokenizer(source), contract, prompts)
-    refuse_template(source, renderer, dict(zip(cfg.tools, cfg.schemas)))
+        renderer = Renderer(renderer.tokenizer, renderer.contract, prompts)
+    refuse_template(source, renderer, cfg.schemas)
     return AgentContext(open_engine(source, renderer, cfg), renderer, videos, cfg)
 
 

@@ -115,11 +115,11 @@ def test_a_checkpoint_keeps_the_words_that_it_was_trained_with(toy_dir, tmp_path
 
     rl = RLConfig(run="r", policy=cfg.policy, data=cfg.data, visual=cfg.visual, prompts=cfg.prompts)
     rl = dataclasses.replace(rl, policy=dataclasses.replace(cfg.policy, checkpoint=str(model)))
-    _, renderer = script.open_checkpoint(rl)
+    _, renderer = script.open_checkpoint(str(model), rl.visual, rl.prompts)
     assert renderer.prompts == Prompts(**TEXTS)
     other = dataclasses.replace(rl, prompts=dataclasses.replace(rl.prompts, system="Hi."))
     with pytest.raises(ContractError, match=r"prompts.system: 'Watch, call and answer.', now 'Hi.'"):
-        script.open_checkpoint(other)
+        script.open_checkpoint(str(model), other.visual, other.prompts)
     other.prompts.refuse_unlike(toy_dir / "model")  # a checkpoint that was not trained here accepts any words
 
 
