@@ -303,7 +303,6 @@ def dry_run(cfg: EvalConfig) -> None:
     """Print what differs from the published run, then check what the run needs. The first fault ends it."""
     cfg = with_names(cfg)
     print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
-    print(f"  note    this machine has {torch.cuda.device_count()} GPUs")
     local = Path(cfg.checkpoint)
     for note in unlike_published(cfg, local if local.is_dir() else None):
         print(f"  note    {note}")

@@ -426,12 +426,7 @@ def count_tokens(task: Task, cfg: RLConfig, renderer: Renderer, videos: Videos) 
     return len(render_prompt(task, max(cfg.choices_of_k), AgentContext(None, renderer, videos, cfg.rollout)).ids)
 
 
-def describe_step(cfg: RLConfig) -> str:
-    episodes = f"{cfg.batch_tasks} tasks x {cfg.grpo.group_size} episodes at K in {list(cfg.choices_of_k)}"
-    return f"{episodes}, one update; {cfg.steps} steps"
-
-
-SCRIPT = Script(main, parse_task, count_tokens, require_hardware, describe_step)
+SCRIPT = Script(main, parse_task, count_tokens, require_hardware)
 
 if __name__ == "__main__":
     run_training(SCRIPT, *command_line(RLConfig, __doc__))

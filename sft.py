@@ -300,13 +300,8 @@ def token_kind(kinds: list[str]) -> str:
     return content[-1]  # `red`, `>B`, `]</`
 
 
-def describe_step(cfg: SFTConfig) -> str:
-    rows = f"{cfg.batch_rows} rows in micro-batches of at most {cfg.pack_tokens} tokens"
-    return f"{rows}, one update; {cfg.steps} steps"
-
-
 require_hardware = partial(require_memory, plans=plan_sft)
-SCRIPT = Script(main, parse_dialogue, count_tokens, require_hardware, describe_step)
+SCRIPT = Script(main, parse_dialogue, count_tokens, require_hardware)
 
 if __name__ == "__main__":
     run_training(SCRIPT, *command_line(SFTConfig, __doc__))

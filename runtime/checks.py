@@ -1,4 +1,4 @@
-"""checks.py: refuse what cannot work before a model is loaded and before anything is written. script.py calls these functions.
+"""checks.py: refuse what cannot work before a model is loaded and before anything is written.
 
 Other refusals stand where their facts are: the config dataclasses refuse values that contradict each other, dataset.py refuses
 rows, plan.py refuses models that do not fit, and rl.require_agreement compares engine and trainer once a run has begun.
@@ -27,7 +27,7 @@ from runtime.dataset import DataError
 from runtime.distributed import gather, print0
 from runtime.engine import EngineConfig, EngineError, EngineLost
 from runtime.render import THINK_PREFIX, Renderer
-from runtime.run import git_commit
+from runtime.run import RunConfig, git_commit
 from runtime.servers import ask
 from runtime.visual import ContractError, read_json
 
@@ -110,7 +110,7 @@ def template_problem(renderer: Renderer, schemas: list[dict]) -> str:
     return ""
 
 
-def refuse_unlike_nodes(cfg: Any, start: Path) -> None:
+def refuse_unlike_nodes(cfg: RunConfig, start: Path) -> None:
     """Refuse ranks that see another run folder than rank 0, or have other settings, code or another cold start."""
     lock = Path(cfg.run) / ".lock"
     mine = {"lock": lock.exists() and lock.read_text(), "config": asdict(cfg), "commit": git_commit()}

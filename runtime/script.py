@@ -25,7 +25,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import torch
 from tqdm import tqdm
 
 from runtime.checkpoints import find_checkpoint, on_the_hub, saved_step
@@ -43,6 +42,7 @@ from runtime.dataset import Dataset, RowError, Rows, require_rows, row_errors
 from runtime.distributed import barrier, print0, rank
 from runtime.prompts import Prompts
 from runtime.render import Renderer, load_tokenizer
+from runtime.run import RunConfig
 from runtime.video import Videos
 from runtime.visual import VisualContract
 
@@ -118,14 +118,13 @@ def end_process(status: int | str | None) -> NoReturn:
 class Script:
     """What differs between sft.py and rl.py."""
 
-    train: Callable[[Any], None]  # (cfg): the script's main
+    train: Callable[[RunConfig], None]  # the script's main
     parse: Callable[[dict, str, Path], Any]  # (row, its name, where relative paths start) -> a Task or a Dialogue
-    count_tokens: Callable[[Any, Any, Renderer, Videos], int]  # (parsed row, cfg, renderer, videos): encodes the row
-    require_hardware: Callable[[Any, bool], None]  # (cfg, dry): shows the memory plan; refuses what does not fit
-    describe_step: Callable[[Any], str]  # (cfg)
+    count_tokens: Callable[[Any, RunConfig, Renderer, Videos], int]  # encodes a parsed row
+    require_hardware: Callable[[RunConfig, bool], None]  # (cfg, dry): shows the memory plan; refuses what does not fit
 
 
-def run_training(script: Script, cfg: Any, args: argparse.Namespace) -> NoReturn:
+def run_training(script: Script, cfg: RunConfig, args: argparse.Namespace) -> NoReturn:
     """Train, or do what --dry-run or --check-data asks for. Then end the process."""
     work = script.train
     if args.dry_run:
@@ -135,15 +134,13 @@ def run_training(script: Script, cfg: Any, args: argparse.Namespace) -> NoReturn
     run_script(work, cfg)
 
 
-def dry_run(cfg: Any, script: Script) -> None:
-    """Show what a step does and what memory it needs, then check what the run needs. The first fault ends it."""
-    print(f"  step    {script.describe_step(cfg)}")
-    print(f"  note    this machine has {torch.cuda.device_count()} GPUs")
+def dry_run(cfg: RunConfig, script: Script) -> None:
+    """Show what memory a run needs, then check what else it needs. The first fault ends it."""
     prepare(cfg, script, dry=True)
 
 
 @contextlib.contextmanager
-def open_run(cfg: Any, script: Script) -> Iterator[tuple[Path, Renderer]]:
+def open_run(cfg: RunConfig, script: Script) -> Iterator[tuple[Path, Renderer]]:
     """Check everything that a training run needs, then lock its folder. Yield the checkpoint's folder and its renderer.
     All ranks check, and the first one reports."""
     source, renderer = prepare(cfg, script)
@@ -153,7 +150,7 @@ def open_run(cfg: Any, script: Script) -> Iterator[tuple[Path, Renderer]]:
         yield source, renderer
 
 
-def prepare(cfg: Any, script: Script, dry: bool = False) -> tuple[Path | None, Renderer | None]:
+def prepare(cfg: RunConfig, script: Script, dry: bool = False) -> tuple[Path | None, Renderer | None]:
     """Refuse a training that cannot work, before anything is written or loaded. Return the checkpoint's folder and renderer; a
     dry run downloads none."""
     if cfg.prompts.changed:
@@ -221,7 +218,7 @@ def only_run_in(run: Path) -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------ --check-data
 
 
-def read_all_rows(cfg: Any, script: Script) -> int:
+def read_all_rows(cfg: RunConfig, script: Script) -> int:
     """Read every row of `data` and `val`, open its files and encode it. Print counts and the first bad rows. Return 1 if any is
     bad."""
     source = find_checkpoint(cfg.policy.checkpoint, weights=False)
