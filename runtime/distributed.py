@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runtime.cleanup import end_with_parent
+from runtime.processes import end_with_parent
 
 # ------------------------------------------------------------------------------------------------ ranks
 

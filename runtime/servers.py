@@ -31,8 +31,8 @@ import requests
 import torch
 from PIL import Image
 
-from runtime.cleanup import MEMORY, kill_group, start_group
 from runtime.engine import Engine, EngineConfig, EngineError, EngineLost, Sample
+from runtime.processes import MEMORY, kill_group, start_group
 from runtime.render import Renderer
 from runtime.video import Clip
 from runtime.visual import ContractError

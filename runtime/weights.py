@@ -11,15 +11,14 @@ node, and in the run's shared folder on several.
 """
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from runtime.checkpoints import export
-from runtime.cleanup import MEMORY, print_folders_in_memory, run_memory
 from runtime.distributed import (
     barrier,
     gather,
@@ -29,22 +28,22 @@ from runtime.distributed import (
     rank,
     world_size,
 )
-from runtime.engine import Engine
+from runtime.engine import Engine, EngineConfig
 from runtime.policy import Policy
+from runtime.processes import MEMORY
 from runtime.visual import VisualContract
 
 
 class WeightSync:
     """The snapshots of one run, and the engine that loads them."""
 
-    def __init__(self, folder: Path, engine: Engine, rollout: Any, contract: VisualContract):
+    def __init__(self, folder: Path, engine: Engine, rollout: EngineConfig, contract: VisualContract):
         self.folder = folder
         self.engine = engine
         self.contract = contract
         self.server_gpus = rollout.server_gpus
         # The first rank of a node updates the servers that its ranks share. An in-process engine loads its own weights.
-        shares_servers = bool(rollout.server_gpus or rollout.urls)
-        self.pushes = local_rank() == 0 or not shares_servers
+        self.pushes = local_rank() == 0 or not rollout.uses_servers
 
     def write(self, policy: Policy, version: int) -> None:
         """Write a snapshot. Each rank writes a part of it, while the engine may still sample."""
@@ -71,10 +70,17 @@ class WeightSync:
         return self.folder / f"weights-{version}"
 
 
+def run_memory(run: Path) -> Path:
+    """Return the path of a run's folder in memory, on this node. It is named after the user and the run's folder: its name, and
+    its place on the disk, because containers that share /dev/shm may have other folders at the same path."""
+    place = run.stat()
+    return MEMORY / f"minparavt-{os.getuid()}-{run.resolve().name}-{place.st_dev:x}-{place.st_ino:x}"
+
+
 @contextlib.contextmanager
 def snapshot_folders(run: str | Path, source: Path, images: float = 0.0) -> Iterator[tuple[Path, Path]]:
-    """Yield the folder for snapshots, which all ranks share, and the one for frames of this node. Delete them at the end. All
-    ranks call this while the run holds its lock. `images`: bytes of memory that servers need beside.
+    """Yield the folder for snapshots, which all ranks share, and the one for frames of this node. Delete them at the end; after a
+    kill, they stay until the run resumes. All ranks call this while the run holds its lock. `images`: bytes of memory that servers need beside.
 
     Both are the run's folder in memory, or RUN/snapshot if a node's memory has no room. On several nodes, snapshots are always in
     RUN/snapshot."""
@@ -96,8 +102,11 @@ def snapshot_folders(run: str | Path, source: Path, images: float = 0.0) -> Iter
             memory.mkdir(mode=0o700)
             has_room = shutil.disk_usage(memory).free > needed
             if not has_room:
-                print(f"{MEMORY} has no room for {needed / 1e9:.1f} GB of weights and images: they go through {disk}")
-                print_folders_in_memory()
+                print(
+                    f"{MEMORY} has no room for {needed / 1e9:.1f} GB of weights and images: they go through {disk}; "
+                    f"killed runs may have left {MEMORY}/minparavt-*",
+                    flush=True,
+                )
         in_memory = all(gather(has_room))
         yield memory if in_memory and one_node else disk, memory if in_memory else disk
     finally:

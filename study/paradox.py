@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 from evals.results import outcomes, read_results
 from evals.tables import markdown
-from runtime.cleanup import start_group
 from runtime.config import read_tree
+from runtime.processes import start_group
 from runtime.run import git_commit
 from study import toy
 

@@ -25,11 +25,11 @@ from tiny import at_once, check_logprobs, noise, prompts_of, question, request
 
 from rollout import RolloutConfig
 from runtime.checks import require_servers, require_urls
-from runtime.cleanup import MEMORY
 from runtime.config import ConfigError
 from runtime.engine import EngineConfig, EngineError, EngineLost, Sample
 from runtime.inprocess import InProcess, Request, _Batch, cut_into_batches, sample_tokens
 from runtime.policy import matmul_fp32
+from runtime.processes import MEMORY
 from runtime.servers import MAX_FAILURES, Failure, SGLang
 from runtime.video import Clip
 from runtime.visual import ContractError

@@ -12,7 +12,7 @@ import requests
 from scripts import Forked, fake_server, finish, rl_config
 
 import rl
-from runtime import checks, cleanup, config, servers
+from runtime import checks, config, servers, weights
 from runtime.dataset import DataConfig, Source
 from runtime.policy import PolicyConfig
 from runtime.run import RunConfig
@@ -33,8 +33,8 @@ def test_a_node_with_another_run_folder_settings_code_or_cold_start_is_refused(t
 def train_rl(cfg: Path) -> None:
     """Run rl.py with stand-ins for servers. After a push, each rank asks its servers what they have seen."""
     rl.GAP_LIMIT = 100  # the stand-ins' log-probs are not a model's
-    cleanup.MEMORY = cfg.parent / f"memory-{os.environ['GROUP_RANK']}"
-    cleanup.MEMORY.mkdir(exist_ok=True)
+    weights.MEMORY = cfg.parent / f"memory-{os.environ['GROUP_RANK']}"
+    weights.MEMORY.mkdir(exist_ok=True)
     rl.require_servers = lambda *_: None
     rl.IMAGE_BYTES = 0  # a test's disk can be small
     servers.server_command = lambda checkpoint, renderer, port, extra: fake_server(renderer, port)

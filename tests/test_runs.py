@@ -23,10 +23,9 @@ import rl
 import rollout
 from episode import Call
 from runtime import config, distributed
-from runtime.cleanup import run_memory
 from runtime.run import Metrics
 from runtime.script import run_script
-from runtime.weights import snapshot_folders
+from runtime.weights import run_memory, snapshot_folders
 
 
 def send(process, which: signal.Signals) -> str:

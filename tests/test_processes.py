@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from scripts import REPO, Forked, alive, finish, wait_for
 
-from runtime import cleanup
-from runtime.cleanup import kill_group, start_group
-from runtime.weights import snapshot_folders
+from runtime import weights
+from runtime.processes import MEMORY, kill_group, start_group
+from runtime.weights import run_memory, snapshot_folders
 
 
 def keep_weights(run: Path, user: int) -> None:
@@ -38,7 +38,7 @@ def test_two_runs_of_two_users_at_once_keep_out_of_each_others_folders():
         alice, bob = (Forked(partial(keep_weights, *pair)) for pair in zip(runs, users))
         hers, his = (first_line(process) for process in (alice, bob))
         for folder, user in ((hers, users[0]), (his, users[1])):
-            assert folder.parent == cleanup.MEMORY
+            assert folder.parent == MEMORY
             assert (folder.stat().st_uid, folder.stat().st_mode & 0o777) == (user, 0o700)
 
         # One ends, and one is killed. What the latter leaves goes with its next start.
@@ -61,10 +61,10 @@ def first_line(process: Forked) -> Path:
 
 
 def test_a_link_that_is_planted_under_a_runs_name_leads_nowhere(tmp_path, monkeypatch):
-    monkeypatch.setattr(cleanup, "MEMORY", tmp_path)
+    monkeypatch.setattr(weights, "MEMORY", tmp_path)
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis").touch()
-    cleanup.run_memory(tmp_path).symlink_to(tmp_path / "precious")
+    run_memory(tmp_path).symlink_to(tmp_path / "precious")
     with pytest.raises(FileExistsError), snapshot_folders(tmp_path, tmp_path):
         pass
     assert (tmp_path / "precious" / "thesis").exists()

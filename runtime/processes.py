@@ -1,10 +1,9 @@
-"""cleanup.py: where a run keeps files in memory, and how its servers end with it.
+"""processes.py: start processes that end with this one, even after kill -9, and kill them with all that they started.
 
-    folder = run_memory(run)                  # /dev/shm/minparavt-1000-paragrpo_8b-...: the run empties it at its start
     server = start_group(command)             # a process that is killed when the thread that started it ends
     kill_group(server)                        # with its children and its images in memory
 
-Even kill -9 ends the servers. Folders stay then: a run's until it resumes, others until the user deletes them.
+This file imports only the standard library: it also runs as a program of its own, without the installed packages.
 """
 
 import contextlib
@@ -16,20 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+# Where SGLang, the snapshots of weights and the frames of requests keep files in memory.
 MEMORY = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path(tempfile.gettempdir())
-
-
-def run_memory(run: Path) -> Path:
-    """Return the path of a run's folder in memory, on this node. It is named after the user and the run's folder: its name, and
-    its place on the disk, because containers that share /dev/shm may have other folders at the same path."""
-    place = run.stat()
-    return MEMORY / f"minparavt-{os.getuid()}-{run.resolve().name}-{place.st_dev:x}-{place.st_ino:x}"
-
-
-def print_folders_in_memory() -> None:
-    """List all folders of this project in memory with their sizes, those of runs that were killed among them."""
-    sizes = subprocess.run(["du", "-sh", *MEMORY.glob("minparavt-*")], capture_output=True, text=True).stdout
-    print(f"{MEMORY} holds these folders; delete those of runs that have ended:\n{sizes}", end="", flush=True)
 
 
 def end_with_parent() -> None:
