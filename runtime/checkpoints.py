@@ -12,7 +12,7 @@ shards of weights and AdamW moments in torch's distributed checkpoint format. An
 is a pickle, so read it only from the run's own folder.
 
 Both are written under a temporary name and renamed when they are complete. A kill at any moment, or a full disk, therefore
-loses nothing that was complete before. All ranks call all of these functions.
+loses nothing that was complete before. All ranks load, export and save together.
 
 Deliberately missing: saving on SIGTERM (torchrun kills after 30 s, an 8B state takes longer), asynchronous saving.
 """

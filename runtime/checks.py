@@ -176,10 +176,11 @@ def comparable(cfg: Any) -> dict:
 
 def require_servers(cfg: EngineConfig, ranks: int = 0) -> None:
     """Refuse a config whose GPUs cannot run servers beside `ranks` training ranks, or whose URLs do not answer."""
-    if cfg.server_gpus:
+    if cfg.urls:
+        require_urls(cfg.urls)
+    elif cfg.server_gpus:
         require_gpus(cfg, ranks)
         require_compiler()
-    require_urls(cfg.urls)
 
 
 def require_gpus(cfg: EngineConfig, ranks: int) -> None:

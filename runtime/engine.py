@@ -4,8 +4,9 @@
     engine.update_weights(snapshot_dir, version)                 # safetensors; every later sample carries the version
     results = run_all(engine, jobs, 256)                         # jobs that call the engine, 256 at a time
 
-`generate` blocks. Many threads call it, one per running agent. servers.py queries SGLang; inprocess.py runs a model in
-this process. Both return the sampled ids and their log-probs. Both ban image and video tokens.
+`generate` blocks. Many threads call it, one per running agent. servers.py queries SGLang, and inprocess.py runs a model in this
+process: both return the log-probs of the sampled ids, and ban image and video tokens. api.py asks the model of an API, for
+evaluation only: its log-probs are 0, and it bans nothing.
 """
 
 import threading
@@ -45,8 +46,8 @@ class EngineConfig:
     tensor_parallel: int = 1
     """GPUs per server, taken in order: with 2, `server_gpus: [4, 5, 6, 7]` starts a server on 4 and 5 and one on 6 and 7."""
     urls: tuple[str, ...] = ()
-    """SGLang servers that run on this machine. If the vision tower trains, start them with SGLANG_VLM_CACHE_SIZE_MB=0: their
-    cache of image embeddings survives a weight update."""
+    """SGLang servers that run on this machine, to use instead of `server_gpus`. If the vision tower trains, start them with
+    SGLANG_VLM_CACHE_SIZE_MB=0: their cache of image embeddings survives a weight update."""
     server_args: tuple[str, ...] = ()
     """Extra flags for `sglang.launch_server`, after those of `runtime.servers.server_flags`."""
     max_context: int = 32_768

@@ -50,6 +50,6 @@ def open_engine(
         urls = tuple(urls_by_rank[rank() - local_rank()])
 
     # Connect to servers that already run.
-    engine = SGLang(checkpoint, renderer, replace(cfg, server_gpus=(), urls=urls), frames=frames)
+    engine = SGLang(checkpoint, renderer, replace(cfg, urls=urls), frames=frames)
     engine.wait_until_ready()
     return engine

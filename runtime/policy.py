@@ -1,8 +1,8 @@
 """policy.py: a vision-language model as a function from bundles to log-probs, on one CPU core or on many GPUs.
 
     policy = load_policy(PolicyConfig(checkpoint), renderer.never_sampled)     # checkpoints.py
-    scores = policy(bundles, temperature=0.7)                 # log-probs [N] of the tokens whose mask is 1
-    (-(scores.logprobs * advantages).sum() / tokens_of_all_ranks).backward()
+    output = policy(bundles, temperature=0.7)                 # log-probs [N] of the tokens whose mask is 1
+    (-(output.logprobs * advantages).sum() / tokens_of_all_ranks).backward()
 
     pack_bundles      bundles -> one flat sequence, in which a group's prompt appears once (packing.py)
     encode_frames     -> frames' features [1 + D, M, H]; a frozen vision tower runs once for all passes
@@ -71,7 +71,7 @@ class PolicyConfig:
 
 
 class PolicyOutput(NamedTuple):
-    """The scores of all target tokens, in the order bundle, suffix, token. (FSDP2 finds tensors inside a NamedTuple.)"""
+    """Log-prob and entropy of each target token, in the order bundle, suffix, token. (FSDP2 finds tensors inside a NamedTuple.)"""
 
     logprobs: Tensor  # fp32 [N]
     entropies: Tensor  # fp32 [N], of the masked softmax; a metric, without gradient

@@ -1,10 +1,11 @@
 """servers.py: an engine of SGLang servers: start them on this machine, and query them over HTTP.
 
-    engine = SGLang(checkpoint, renderer, cfg)      # starts servers on cfg.server_gpus, and uses those at cfg.urls
+    engine = SGLang(checkpoint, renderer, cfg)      # uses the servers at cfg.urls; without urls, starts some on cfg.server_gpus
     engine.wait_until_ready()                       # servers start in the background
 
-Every reply must echo the trainer's prompt ids and carry the current weights' version. A server that fails is left out, and the
-run goes on with the others. A lost request goes to another server. Our servers end with this process, even after kill -9.
+Every reply must echo the trainer's prompt ids and carry the current weights' version. A lost request goes to another server.
+After a time-out, MAX_FAILURES failures in a row or a failed weight update, a server is left out, and the run goes on with the
+others. Our servers end with this process, even after kill -9.
 
 Deliberately missing: restarts (the same command brings a server back), streaming, weight sync over NCCL, seeds.
 """
@@ -80,26 +81,14 @@ class SGLang(Engine):
         self._last_reader: dict[int, _Server] = {}  # hash of a shared prompt -> the server that read it last
         self._lock = threading.Lock()  # held whenever one of these fields, or a field of a server, changes
 
-        self.servers = [_Server(url.rstrip("/")) for url in cfg.urls]  # those in use
-        gpus = cfg.server_gpus
-        if gpus:
-            logs = Path(logs or tempfile.mkdtemp(prefix="sglang-"))
-            logs.mkdir(parents=True, exist_ok=True)
-            print(
-                f"SGLang starts on GPUs {list(gpus)}: up to {self.start_timeout / 60:g} minutes; logs: {logs}",
-                flush=True,
-            )
+        if cfg.urls:
+            servers = [_Server(url.rstrip("/")) for url in cfg.urls]
+        else:
             flags = server_flags(cfg)
             launch = launch or (lambda port: server_command(checkpoint, renderer, port, flags))
-        for first in range(0, len(gpus), cfg.tensor_parallel):
-            own = ",".join(map(str, gpus[first : first + cfg.tensor_parallel]))
-            with socket.create_server(("127.0.0.1", 0)) as probe:
-                port = probe.getsockname()[1]  # a free one
-            log_file = logs / f"sglang-gpu{own}.log"
-            with log_file.open("ab") as file:
-                process = start_group(launch(port), env=_server_environment(own), stdout=file, stderr=file)
-            self.servers.append(_Server(f"http://127.0.0.1:{port}", own, log_file, process))
-        self.urls = [server.url for server in self.servers]
+            servers = start_servers(cfg, Path(logs or tempfile.mkdtemp(prefix="sglang-")), launch)
+        self.servers = servers  # those in use
+        self.urls = [server.url for server in servers]
 
     def wait_until_ready(self) -> None:
         """Wait until each server has sampled a token. If one does not, kill ours."""
@@ -309,6 +298,23 @@ def ask(url: str, seconds: float, payload: dict | None = None) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------ starting a server
+
+
+def start_servers(cfg: EngineConfig, logs: Path, launch: Callable[[int], list[str]]) -> list[_Server]:
+    """Start a server per `tensor_parallel` GPUs, which loads its weights in the background. `launch`: port -> command."""
+    gpus = cfg.server_gpus
+    print(f"SGLang starts on GPUs {list(gpus)}: up to {SGLang.start_timeout / 60:g} minutes; logs: {logs}", flush=True)
+    logs.mkdir(parents=True, exist_ok=True)
+    servers = []
+    for first in range(0, len(gpus), cfg.tensor_parallel):
+        own = ",".join(map(str, gpus[first : first + cfg.tensor_parallel]))
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]  # a free one
+        log_file = logs / f"sglang-gpu{own}.log"
+        with log_file.open("ab") as file:
+            process = start_group(launch(port), env=_server_environment(own), stdout=file, stderr=file)
+        servers.append(_Server(f"http://127.0.0.1:{port}", own, log_file, process))
+    return servers
 
 
 def _server_environment(gpus: str) -> dict[str, str]:
