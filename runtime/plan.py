@@ -16,7 +16,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from runtime.checkpoints import find_checkpoint, on_the_hub, read_config
-from runtime.config import ConfigError
+from runtime.config import ConfigError, refuse_below_1
 from runtime.distributed import local_size, print0, world_size
 from runtime.policy import Policy, PolicyConfig, build_on_meta
 
@@ -35,9 +35,12 @@ def _published(hidden: int, intermediate: int, layers: int, heads: int, tower: d
     return {"model_type": "qwen3_vl", "text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
 
 
+_QWEN3_8B = _published(4096, 12288, 36, 32, _LARGE_TOWER, tied=False)
 # Checkpoints whose shapes --dry-run knows without their config.json.
 PUBLISHED = {
-    "Qwen/Qwen3-VL-8B-Instruct": _published(4096, 12288, 36, 32, _LARGE_TOWER, tied=False),
+    "ParaVT/ParaVT-8B": _QWEN3_8B,
+    "mwxely/ParaVT-8B-SFT": _QWEN3_8B,
+    "Qwen/Qwen3-VL-8B-Instruct": _QWEN3_8B,
     "Qwen/Qwen3-VL-2B-Instruct": _published(2048, 6144, 28, 16, _SMALL_TOWER, tied=True),
     "Qwen/Qwen2.5-VL-7B-Instruct": {
         "model_type": "qwen2_5_vl",
@@ -51,8 +54,6 @@ PUBLISHED = {
         },
     },
 }  # fmt: skip
-for name in ("ParaVT/ParaVT-8B", "mwxely/ParaVT-8B-SFT"):
-    PUBLISHED[name] = PUBLISHED["Qwen/Qwen3-VL-8B-Instruct"]
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,9 @@ class PlanConfig:
     gpus: int = 8
     """Training GPUs."""
     gpu_gib: float = 80.0
+
+    def __post_init__(self):
+        refuse_below_1(self, "gpus", "gpu_gib")
 
 
 @dataclass(frozen=True)

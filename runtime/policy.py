@@ -38,7 +38,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from runtime.config import ConfigError
+from runtime.config import ConfigError, refuse_below_1
 from runtime.distributed import own_device
 from runtime.packing import Bundle, Packed, Segment, pack_bundles
 from runtime.video import Clip
@@ -65,6 +65,9 @@ class PolicyConfig:
     """Store only each block's input, and recompute the rest in the backward pass."""
     logit_chunk: int = 1024
     """Target tokens whose logits are in memory at the same time (several fp32 copies of the vocabulary each)."""
+
+    def __post_init__(self):
+        refuse_below_1(self, "logit_chunk")
 
 
 # ------------------------------------------------------------------------------------------------ the policy

@@ -39,8 +39,7 @@ from runtime.policy import Policy, PolicyConfig, dtype_of
 from runtime.prompts import OURS, Prompts
 from runtime.visual import VisualContract
 
-# Metrics that the console shows unless they are 0.
-ALARMS = ("failed_rate", "eval/failed_rate", "call_errors/timeout", "call_errors/engine", "bad_steps")
+# ------------------------------------------------------------------------------------------------ the optimizer
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,50 @@ class OptimConfig:
         betas = len(self.betas) == 2 and max(self.betas) < 1
         if self.lr <= 0 or self.max_grad_norm <= 0 or not 0 <= self.warmup < 1 or not betas:
             raise ValueError(f"{self}: needs lr > 0, max_grad_norm > 0, 0 <= warmup < 1 and two betas below 1")
+
+
+def make_optimizer(policy: Policy, cfg: OptimConfig) -> torch.optim.AdamW:
+    """Build AdamW over the trainable weights. Norms and biases get no weight decay."""
+    matrices = [p for p in policy.parameters() if p.requires_grad and p.ndim > 1]
+    vectors = [p for p in policy.parameters() if p.requires_grad and p.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    # On a GPU, use the fused step: foreach would briefly hold another copy of the weights.
+    fused = policy.device.type == "cuda"
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=tuple(cfg.betas), fused=fused, foreach=not fused)
+
+
+def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
+    """Return the learning rate of a step in 0 ... steps - 1. It depends only on the step, so resuming needs no state."""
+    rising = cfg.warmup * steps
+    if step < rising:
+        return cfg.lr * (step + 1) / (rising + 1)
+    if cfg.schedule == "constant":
+        return cfg.lr
+    return cfg.lr * 0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising)))
+
+
+def clip_gradients(policy: nn.Module, largest: float) -> float:
+    """Scale the gradient to a norm of at most `largest`. Return the norm before, the same on every rank."""
+    trained = [p for p in policy.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([p.grad for p in trained])
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    torch.nn.utils.clip_grads_with_norm_(trained, largest, norm)
+    return norm.item()
+
+
+def optimizer_step(policy: nn.Module, optimizer: torch.optim.AdamW, cfg: OptimConfig, step: int, steps: int) -> float:
+    """Clip the gradient, update the weights, zero the gradient and return its norm. Skip the update if that is not finite."""
+    norm = clip_gradients(policy, cfg.max_grad_norm)
+    if math.isfinite(norm):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(cfg, step, steps)
+        optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+# ------------------------------------------------------------------------------------------------ the settings of a run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +137,6 @@ class RunConfig:
         if self.eval_every < 1:
             raise ValueError(f"eval_every = {self.eval_every}: must be at least 1; `val: null` evaluates nothing")
         refuse_below_1(self, "steps", "save_every", "keep", "decoders")
-        refuse_below_1(self.policy, "logit_chunk")
-        refuse_below_1(self.plan, "gpus", "gpu_gib")
         if not self.run.strip():
             raise ValueError(f"run = {self.run!r}: the run would use the current folder; name a folder")
         for name in self.report_to:
@@ -134,18 +175,7 @@ def require_memory(cfg: RunConfig, dry: bool, plans: Callable[[RunConfig], list[
             plan.require_room(gpu_gib)
 
 
-class Clock:
-    """Seconds per phase of a step, on this rank."""
-
-    def __init__(self):
-        self.seconds = {"seconds": 0.0}
-        self._last = time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        now = time.perf_counter()
-        self.seconds[f"{phase}_seconds"] = now - self._last
-        self.seconds["seconds"] += now - self._last
-        self._last = now
+# ------------------------------------------------------------------------------------------------ a run
 
 
 class Run:
@@ -197,6 +227,26 @@ class Run:
         if rank() == 0:
             self.cfg.prompts.save(folder)
             (folder / "rollout.json").write_text(json.dumps({"think_prefix": self.cfg.think_prefix}))
+
+
+class Clock:
+    """Seconds per phase of a step, on this rank."""
+
+    def __init__(self):
+        self.seconds = {"seconds": 0.0}
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        now = time.perf_counter()
+        self.seconds[f"{phase}_seconds"] = now - self._last
+        self.seconds["seconds"] += now - self._last
+        self._last = now
+
+
+# ------------------------------------------------------------------------------------------------ metrics
+
+# Metrics that the console shows unless they are 0.
+ALARMS = ("failed_rate", "eval/failed_rate", "call_errors/timeout", "call_errors/engine", "bad_steps")
 
 
 class Metrics:
@@ -282,47 +332,3 @@ def git_commit() -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit.strip() + ("+" if changed else "")
-
-
-# ------------------------------------------------------------------------------------------------ optimizer
-
-
-def make_optimizer(policy: Policy, cfg: OptimConfig) -> torch.optim.AdamW:
-    """Build AdamW over the trainable weights. Norms and biases get no weight decay."""
-    matrices = [p for p in policy.parameters() if p.requires_grad and p.ndim > 1]
-    vectors = [p for p in policy.parameters() if p.requires_grad and p.ndim <= 1]
-    groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    # On a GPU, use the fused step: foreach would briefly hold another copy of the weights.
-    fused = policy.device.type == "cuda"
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=tuple(cfg.betas), fused=fused, foreach=not fused)
-
-
-def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
-    """Return the learning rate of a step in 0 ... steps - 1. It depends only on the step, so resuming needs no state."""
-    rising = cfg.warmup * steps
-    if step < rising:
-        return cfg.lr * (step + 1) / (rising + 1)
-    if cfg.schedule == "constant":
-        return cfg.lr
-    return cfg.lr * 0.5 * (1 + math.cos(math.pi * (step - rising) / (steps - rising)))
-
-
-def clip_gradients(policy: nn.Module, largest: float) -> float:
-    """Scale the gradient to a norm of at most `largest`. Return the norm before, the same on every rank."""
-    trained = [p for p in policy.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in trained])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    torch.nn.utils.clip_grads_with_norm_(trained, largest, norm)
-    return norm.item()
-
-
-def optimizer_step(policy: nn.Module, optimizer: torch.optim.AdamW, cfg: OptimConfig, step: int, steps: int) -> float:
-    """Clip the gradient, update the weights, zero the gradient and return its norm. Skip the update if that is not finite."""
-    norm = clip_gradients(policy, cfg.max_grad_norm)
-    if math.isfinite(norm):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(cfg, step, steps)
-        optimizer.step()
-    optimizer.zero_grad()
-    return norm
