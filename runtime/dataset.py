@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
+import pyarrow.parquet as pq
 
 from runtime.video import VideoError
 
@@ -95,8 +96,6 @@ class Rows:
         if not self.path.is_file():
             raise FileNotFoundError(f"{path}: no such data file; a relative path starts at {Path.cwd()}")
         if self.path.suffix == ".parquet":
-            import pyarrow.parquet as pq  # takes 0.3 s, and `--help` does not need it
-
             try:
                 self._rows = pq.read_table(self.path, memory_map=True)
             except (OSError, ValueError) as error:  # an interrupted download; a Git LFS pointer

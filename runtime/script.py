@@ -135,24 +135,30 @@ def run_training(script: Script, cfg: RunConfig, args: argparse.Namespace) -> No
 
 
 def dry_run(cfg: RunConfig, script: Script) -> None:
-    """Show what memory a run needs, then check what else it needs. The first fault ends it."""
-    prepare(cfg, script, dry=True)
+    """Show what memory a run needs, then check what else it needs. The first fault ends it. The checkpoint comes last: before its
+    training, a dry run shows all the rest."""
+    require_ready(cfg, script, dry=True)
+    if on_the_hub(cfg.policy.checkpoint):
+        print(f"  note    checkpoint: {cfg.policy.checkpoint} was not looked up; the run fetches it from the hub")
+    else:
+        source, _ = open_start(cfg)
+        passed(f"checkpoint: {source}", dry=True)
 
 
 @contextlib.contextmanager
 def open_run(cfg: RunConfig, script: Script) -> Iterator[tuple[Path, Renderer]]:
     """Check everything that a training run needs, then lock its folder. Yield the checkpoint's folder and its renderer.
     All ranks check, and the first one reports."""
-    source, renderer = prepare(cfg, script)
+    require_ready(cfg, script, dry=False)
+    source, renderer = open_start(cfg)
     with only_run_in(Path(cfg.run)) if rank() == 0 else contextlib.nullcontext():
         barrier()  # the others read the lock
         refuse_unlike_nodes(cfg, source)
         yield source, renderer
 
 
-def prepare(cfg: RunConfig, script: Script, dry: bool = False) -> tuple[Path | None, Renderer | None]:
-    """Refuse a training that cannot work, before anything is written or loaded. Return the checkpoint's folder and renderer; a
-    dry run downloads none."""
+def require_ready(cfg: RunConfig, script: Script, dry: bool) -> None:
+    """Refuse hardware, a folder or data with which a training cannot work, before anything is written or loaded."""
     if cfg.prompts.changed:
         print0(f"  note    prompts: not ours: {', '.join(cfg.prompts.changed)}")
     script.require_hardware(cfg, dry)
@@ -163,16 +169,14 @@ def prepare(cfg: RunConfig, script: Script, dry: bool = False) -> tuple[Path | N
     require_rows(script.parse, cfg.data, cfg.val)
     passed(f"data: {Dataset(cfg.data, script.parse).total} rows", dry)
 
-    # The checkpoint comes last: before its training, a dry run shows all the rest.
-    if dry and on_the_hub(cfg.policy.checkpoint):
-        print0(f"  note    checkpoint: {cfg.policy.checkpoint} was not looked up; the run fetches it from the hub")
-        return None, None
+
+def open_start(cfg: RunConfig) -> tuple[Path, Renderer]:
+    """Open the checkpoint that a run starts from. Refuse to resume from other weights than the run began with: reference and
+    frozen tower would be new, and the text model old."""
     source, renderer = open_checkpoint(cfg.policy.checkpoint, cfg.visual, cfg.prompts)
     refuse_template(source, renderer, cfg.schemas)
-    # Reference and frozen tower would be new, and the text model old.
     if saved_step(Path(cfg.run) / "state"):
         refuse_other_weights(Path(cfg.run), source, f"policy.checkpoint = {cfg.policy.checkpoint!r}")
-    passed(f"checkpoint: {source}", dry)
     return source, renderer
 
 
