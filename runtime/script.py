@@ -4,6 +4,7 @@
     run_training(SCRIPT, cfg, args)                   # calls SCRIPT.train(cfg); does not return
 
     with open_run(cfg, SCRIPT) as (source, renderer): # in SCRIPT.train: check everything, and lock the run's folder
+    source, renderer = open_checkpoint("Qwen/...")    # eval.py and study.ask open theirs in the same way
 
 An error that a user can fix, a full disk and Ctrl-C end a script with one sentence, any other error with a traceback. Under
 torchrun, each rank prints its own.
