@@ -74,25 +74,29 @@ def read_run(path: Path, model: Path | None = None) -> RunData:
             run.metrics = [json.loads(line) for line in results.whole_lines(path / "metrics.jsonl")]
         run.outcomes = read_outcomes(path)
         files = sorted((path / "episodes").glob("*.jsonl"))
-    if not files:
-        return run
+    if files:
+        # Its episodes need the tokenizer of --model, or of the checkpoint that it started from or evaluated.
+        checkpoint = model or Path(run.config.get("policy", run.config).get("checkpoint", ""))
+        if not (checkpoint / "tokenizer_config.json").exists():
+            raise ConfigError(f"{path}: the tokenizer of its episodes is not in {checkpoint}; pass --model CHECKPOINT")
+        renderer = Renderer(load_tokenizer(checkpoint), VisualContract.load(checkpoint))
+        run.episodes = read_episodes(files, run.config, renderer)
+    return run
 
-    # Its episodes need the tokenizer of --model, or of the checkpoint that it started from or evaluated.
-    checkpoint = model or Path(run.config.get("policy", run.config).get("checkpoint", ""))
-    if not (checkpoint / "tokenizer_config.json").exists():
-        raise ConfigError(f"{path}: the tokenizer of its episodes is not in {checkpoint}; pass --model CHECKPOINT")
-    renderer = Renderer(load_tokenizer(checkpoint), VisualContract.load(checkpoint))
+
+def read_episodes(files: list[Path], config: dict, renderer: Renderer) -> list[dict]:
+    """Read the episodes of some steps as the page shows them, with their frames if the videos are still there."""
+    views = []
     with Videos(workers=1) as videos:
-        for file in [files[i] for i in uniform_indices(len(files), STEPS)]:
-            step = re.search(r"step-(\d+)", file.name)  # the files of an evaluation have none
-            for episode in load_episodes(file)[:EPISODES]:
+        for i in uniform_indices(len(files), STEPS):
+            step = re.search(r"step-(\d+)", files[i].name)  # the files of an evaluation have none
+            for episode in load_episodes(files[i])[:EPISODES]:
                 try:
                     decode_frames(episode, videos, renderer.contract)
                 except VideoError as error:
                     print(f"an episode is shown without frames: {error}")
-                view = view_episode(episode, run.config, renderer)
-                run.episodes.append(view | {"step": int(step[1]) if step else 0})
-    return run
+                views.append(view_episode(episode, config, renderer) | {"step": int(step[1]) if step else 0})
+    return views
 
 
 def read_outcomes(path: Path) -> list[dict[str, float]]:
@@ -267,16 +271,26 @@ def sections_of(runs: list[RunData]) -> dict[str, list[dict]]:
     for section, panels in {"After training": RESULTS, "While training": CURVES, "Other metrics": others}.items():
         by = "K" if panels is RESULTS else "step"
         for key, title in panels.items():
-            if len({value for curve in curves(runs, key, by).values() for value in curve.mean}) > 1:
-                figure = draw_panels(runs, {key: title}, by)
-                file = io.BytesIO()
-                figure.savefig(file, dpi=DPI)
-                # A click is at an x between those of the picture's left and right edge.
-                corners = [(0, 0), (figure.bbox.width, 0)]
-                edges = figure.axes[0].transData.inverted().transform(corners)[:, 0].tolist()
-                panel = {"title": title, "by": by, "picture": data_uri(file.getvalue()), "edges": edges}
-                drawn.setdefault(section, []).append(panel)
+            values = set()
+            for curve in curves(runs, key, by).values():
+                values.update(curve.mean)
+            if len(values) > 1:
+                drawn.setdefault(section, []).append(panel_of(runs, key, title, by))
     return drawn
+
+
+def panel_of(runs: list[RunData], key: str, title: str, by: str) -> dict:
+    """Draw one panel, as the page shows it."""
+    figure = draw_panels(runs, {key: title}, by)
+    file = io.BytesIO()
+    figure.savefig(file, dpi=DPI)
+    # A click is at an x between those of the picture's left and right edge.
+    corners = [(0, 0), (figure.bbox.width, 0)]
+    edges = figure.axes[0].transData.inverted().transform(corners)[:, 0].tolist()
+    return {"title": title, "by": by, "picture": data_uri(file.getvalue()), "edges": edges}
+
+
+# ------------------------------------------------------------------------------------------------ the page
 
 
 def lead(runs: list[RunData]) -> str:
@@ -291,18 +305,27 @@ def lead(runs: list[RunData]) -> str:
     return f"What to see: {claim}, and with {k} frames it answers {after:.2f} right instead of {before:.2f}."
 
 
+def number_pictures(episodes: list[dict], numbers: dict[bytes, int]) -> None:
+    """Put a picture's number in place of each picture, and new pictures into `numbers`."""
+    for episode in episodes:
+        for agent in [episode["main"], *(call["subagent"] for call in episode["calls"])]:
+            for block in agent or ():  # a call can have no sub-agent
+                for token in block["tokens"]:
+                    if "picture" in token:
+                        token["picture"] = numbers.setdefault(token["picture"], len(numbers))
+
+
 def write_page(path: str | Path, runs: list[RunData]) -> None:
-    """Write one self-contained HTML file."""
-    shown = [run for run in runs if run.episodes]
-    content = {
-        "lead": lead(runs),
-        "sections": sections_of(runs),
-        "runs": [LINES.get(run.name, {"label": run.name}) | {"episodes": run.episodes} for run in shown],
-    }
-    indices: dict[bytes, int] = {}  # siblings show the same pictures, and the page holds each once
-    text = json.dumps(content, default=lambda picture: indices.setdefault(picture, len(indices)))
-    content = json.loads(text, parse_constant=lambda name: None)  # a browser's JSON has no NaN
-    content["pictures"] = [data_uri(picture) for picture in indices]
+    """Write one self-contained HTML file. The episodes' pictures become numbers."""
+    numbers: dict[bytes, int] = {}  # siblings show the same pictures, and the page holds each once
+    shown = []
+    for run in runs:
+        if run.episodes:
+            number_pictures(run.episodes, numbers)
+            shown.append(LINES.get(run.name, {"label": run.name}) | {"episodes": run.episodes})
+    content = {"lead": lead(runs), "sections": sections_of(runs), "runs": shown}
+    content = json.loads(json.dumps(content), parse_constant=lambda name: None)  # a browser's JSON has no NaN
+    content["pictures"] = [data_uri(picture) for picture in numbers]
     # Text of models contains tags. Escaped, they cannot end the script element that holds the data.
     text = json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
     page = Path(__file__).with_name("report.html").read_text(encoding="utf-8")

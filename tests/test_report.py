@@ -206,13 +206,12 @@ def test_a_file_of_episodes_has_each_frame_of_the_video_once(tmp_path, toy_dir, 
     run = read_run(tmp_path / "trace.jsonl", toy_dir / "model")
     report.write_page(tmp_path / "page.html", [run])
     clips = [clip for agent in played[0].trajectories for clip in agent.clips]
-    assert len(content(tmp_path / "page.html")["pictures"]) == len(
-        {pixels.tobytes() for clip in clips for pixels in clip.pixels}
-    )
+    pictures = content(tmp_path / "page.html")["pictures"]
+    assert len(pictures) == len({pixels.tobytes() for clip in clips for pixels in clip.pixels})
     shown = [token for token in tokens(run.episodes[1]["calls"][0]["subagent"], "prompt") if "picture" in token]
     seen = played[0].calls[0].subagent.clips[0]
     assert [token["time"] for token in shown] == list(seen.times)
-    difference = pixels(report.data_uri(shown[3]["picture"])) - seen.pixels[3]
+    difference = pixels(pictures[shown[3]["picture"]]) - seen.pixels[3]
     assert np.abs(difference).mean() < 12  # JPEG loses some of the noise
 
 
