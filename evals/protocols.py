@@ -28,10 +28,19 @@ from typing import Literal
 
 import numpy as np
 
-import rollout
 from episode import Call, Episode, Task, Trajectory
 from evals.benchmarks import Item, with_subtitles
 from rewards import turn_texts
+from rollout import (
+    AgentContext,
+    Stopped,
+    append_rendered,
+    derive_seed,
+    open_trajectory,
+    render_prompt,
+    run_episode,
+    sample_turn,
+)
 from runtime.answers import ANSWER, LETTERS, final_answer, last_answer, parse_span, unboxed
 from runtime.calls import parse_calls
 from runtime.config import read_tree
@@ -48,7 +57,7 @@ Protocol = Literal[
 ]  # fmt: skip
 Shown = tuple[list, tuple[float, float], str]  # by a call: what the model reads, the call's window and its text
 WORDS = read_tree(Path(__file__).with_suffix(".yaml"))  # protocol -> name -> text
-PLACE = re.compile(r"\{\{\w+\}\}|\{(\w+)\}")  # {{word}} is the word in braces
+PLACE = re.compile(r"(\{\{\w+\}\}|\{\w+\})")  # {question}, or {{word}} for the word in braces
 
 
 @dataclass(frozen=True)
@@ -72,9 +81,7 @@ class Prompting:
 OVERVIEW_FPS = {"rewatch_r1": 2.0, "longvt": 1.0, "video_zoomer": 0.5}
 
 
-def run_protocol(
-    context: rollout.AgentContext, item: Item, k: int, seed: int, cfg: Prompting
-) -> tuple[Episode, str | None]:
+def run_protocol(context: AgentContext, item: Item, k: int, seed: int, cfg: Prompting) -> tuple[Episode, str | None]:
     """Make one attempt. Return the episode and the text to grade (None: no answer). An error that a model or a file can
     cause becomes the episode's error, and the turns before it are kept."""
     task = item.task
@@ -86,7 +93,7 @@ def run_protocol(
     try:
         # Sample the overview, and give the question the subtitles of its frames.
         frames = []
-        if item.subtitles or cfg.protocol != "agent":  # rollout.run_episode samples the agent's overview itself
+        if item.subtitles or cfg.protocol != "agent":  # run_episode samples the agent's overview itself
             info = context.videos.info(task.videos[0])
             size = context.renderer.contract.frame_size(info.width, info.height)
             frames = [context.videos.frames(info.path, overview_indices(info, k, cfg.protocol), size)]
@@ -102,7 +109,7 @@ def run_protocol(
         else:
             flow = FLOWS.get(cfg.protocol, _one_turn)
             answer = flow(attempt)
-    except (EngineError, VideoError, rollout.Stopped) as error:
+    except (EngineError, VideoError, Stopped) as error:
         episode.fail(error)
     episode.seconds = time.perf_counter() - started
     return episode, answer or None
@@ -119,7 +126,7 @@ def overview_indices(info: VideoInfo, k: int, protocol: Protocol) -> Sequence[in
     return uniform_indices(info.n_frames, k)
 
 
-def values_of(context: rollout.AgentContext, task: Task, caption: str) -> dict[str, str | list]:
+def values_of(context: AgentContext, task: Task, caption: str) -> dict[str, str | list]:
     """Return the values of the {places} that every text may use."""
     path = task.videos[0]
     duration = context.videos.info(path).duration
@@ -148,7 +155,7 @@ def values_of(context: rollout.AgentContext, task: Task, caption: str) -> dict[s
 class Attempt:
     """An attempt at one item, which a protocol works on."""
 
-    context: rollout.AgentContext
+    context: AgentContext
     episode: Episode  # grows turn by turn
     cfg: Prompting
     values: dict[str, str | list]  # {place} -> what replaces it
@@ -158,39 +165,37 @@ class Attempt:
         return self.context.videos.info(self.episode.task.videos[0])
 
     def fill(self, name: str, **more: str | list) -> list:
-        """Return the text of this name as parts of a message. The values of its {places} may come from outside, so they
+        """Return the text of this name as parts of a message. The values of its places may come from outside, so they
         are inert: they cannot become control tokens."""
-        text = self.cfg.texts[name]
         values = self.values | more
         parts = []
-        done = 0
-        for place in PLACE.finditer(text):
-            parts.append(Live(text[done : place.start()]))
-            done = place.end()
-            if place[1] is None:  # {{word}}
-                parts.append(Live(place[0][1:-1]))
-            elif isinstance(values[place[1]], list):
-                parts += values[place[1]]
+        for piece in PLACE.split(self.cfg.texts[name]):
+            inner = piece[1:-1]
+            if not PLACE.fullmatch(piece):
+                parts.append(Live(piece))
+            elif inner.startswith("{"):  # {{word}}
+                parts.append(Live(inner))
+            elif isinstance(values[inner], list):
+                parts += values[inner]
             else:
-                parts.append(values[place[1]])
-        return [*parts, Live(text[done:])]
+                parts.append(values[inner])
+        return parts
 
     def open_conversation(self, tools: list[dict] | None = None) -> Trajectory:
         """Open a conversation. There is no system message if the protocol has no such text."""
         messages = [{"role": "user", "content": self.fill("user")}]
         if "system" in self.cfg.texts:
             messages.insert(0, {"role": "system", "content": self.fill("system")})
-        return rollout.open_trajectory(self.context.renderer.render(messages, tools, generate=True))
+        return open_trajectory(self.context.renderer.render(messages, tools, generate=True))
 
     def sample(self, closing: str = "") -> str:
-        """Sample the next turn, append it and return its text. If the text contains `closing`, the turn ends there and its later
-        tokens are dropped."""
+        """Sample the next turn, append it and return its text. If the text contains `closing`, the turn ends there."""
         renderer = self.context.renderer
         cfg = self.context.cfg
         trajectory = self.episode.main
         start = len(trajectory.ids)
-        seed = rollout.derive_seed(self.episode.seed, len(trajectory.turns))
-        rollout.sample_turn(self.context, trajectory, cfg.max_new_tokens, cfg.temperature, seed, renderer.ends_of_turn)
+        seed = derive_seed(self.episode.seed, len(trajectory.turns))
+        sample_turn(self.context, trajectory, cfg.max_new_tokens, cfg.temperature, seed, renderer.ends_of_turn)
         ids = trajectory.ids[start:]
         if trajectory.finish == "stop":
             ids = ids[:-1]  # without the end of turn
@@ -198,16 +203,14 @@ class Attempt:
         if closing and closing in text:
             text = text[: text.index(closing) + len(closing)]
             kept = sum(first < len(text) for first, _ in renderer.offsets(ids))  # tokens that begin in the text
-            for column in (trajectory.ids, trajectory.mask, trajectory.logprobs, trajectory.versions):
-                del column[start + kept :]
-            trajectory.finish = "stop"
+            end_turn_at(trajectory, start + kept)
         trajectory.turns.append((start, len(trajectory.ids)))
         return text
 
     def append_message(self, contents: list[list], role: str) -> bool:
         """Append a message between two turns. Return False if the context has no room for it."""
         delta = self.context.renderer.continuation(contents, role)
-        return rollout.append_rendered(self.context, self.episode.main, delta)
+        return append_rendered(self.context, self.episode.main, delta)
 
     def run_call(self, call: Call, work: Callable[["Attempt", Call], Shown]) -> list:
         """Run and record one call. Return what the model reads: the parts that `work` shows, or the text of an error."""
@@ -236,6 +239,13 @@ class Attempt:
         return self.context.videos.frames(info.path, indices, size)
 
 
+def end_turn_at(trajectory: Trajectory, end: int) -> None:
+    """Drop the sampled tokens from index `end` on, as if the model had stopped there. Nothing follows them yet."""
+    for column in (trajectory.ids, trajectory.mask, trajectory.logprobs, trajectory.versions):
+        del column[end:]
+    trajectory.finish = "stop"
+
+
 def within(info: VideoInfo, start: float, end: float) -> tuple[float, float]:
     """Clamp a window to the video."""
     return min(max(start, 0.0), info.duration), min(max(end, 0.0), info.duration)
@@ -248,8 +258,8 @@ def run_agent(attempt: Attempt) -> Episode:
     """Run our agent as in training. Its prompt has the request in place of the question."""
     episode = attempt.episode
     asked = replace(episode.task, question="".join(attempt.values["request"]))
-    prompt = rollout.render_prompt(asked, episode.k, attempt.context)
-    return rollout.run_episode(attempt.context, episode.task, episode.k, prompt, episode.seed)
+    prompt = render_prompt(asked, episode.k, attempt.context)
+    return run_episode(attempt.context, episode.task, episode.k, prompt, episode.seed)
 
 
 def _one_turn(attempt: Attempt) -> str | None:
@@ -410,20 +420,27 @@ FLOWS = {"conan": _conan, "longvt": _longvt, "video_zoomer": _video_zoomer}
 
 # ------------------------------------------------------------------------------------------------ the texts
 
-# The {places} that every text may use, in addition to those in our own text of that name.
+# The places that every text may use, in addition to those in our own text of that name.
 PLACES = {"question", "stem", "options", "caption", "path", "duration", "minutes", "clock"}
 
 
 @functools.cache
 def read_words(protocol: str, prompt_file: str) -> dict[str, str]:
     """Return the texts of a protocol by name. Those of the prompt file replace ours."""
-    known, own = WORDS[protocol], read_tree(Path(prompt_file)) if prompt_file else {}
-    for name, text in own.items():
-        if name not in known or not isinstance(text, str):
-            raise ValueError(f"{prompt_file}: {name!r} must be a string and a text of {protocol!r}: {', '.join(known)}")
-        places = PLACES | set(PLACE.findall(known[name]))
-        unknown = sorted(set(PLACE.findall(text)) - places - {""})
+    ours = WORDS[protocol]
+    if not prompt_file:
+        return ours
+    theirs = read_tree(Path(prompt_file))
+    for name, text in theirs.items():
+        if name not in ours or not isinstance(text, str):
+            raise ValueError(f"{prompt_file}: {name!r} must be a string and a text of {protocol!r}: {', '.join(ours)}")
+        places = PLACES | places_in(ours[name])
+        unknown = places_in(text) - places
         if unknown:
             rule = f"only {', '.join(sorted(places))}. Write {{{{word}}}} for a word in braces"
-            raise ValueError(f"{prompt_file}: {name!r} of {protocol!r} cannot use {', '.join(unknown)}, {rule}")
-    return known | own
+            raise ValueError(f"{prompt_file}: {name!r} of {protocol!r} cannot use {', '.join(sorted(unknown))}, {rule}")
+    return ours | theirs
+
+
+def places_in(text: str) -> set[str]:
+    return {piece[1:-1] for piece in PLACE.findall(text) if not piece.startswith("{{")}
