@@ -205,7 +205,7 @@ def main(cfg: EvalConfig) -> int:
                     run_job(job, kept, items, AgentContext(engine, renderer, videos, job.rollout), cfg)
 
     # Print all results of the run.
-    tables.print_tables([cfg.run])
+    print(tables.all_tables([cfg.run]))
     status = 0
     for job in jobs:
         errors = [record["error"] for record in read_results(job.path).records]

@@ -216,16 +216,14 @@ class Split:
     question_files: str  # a glob, in the root or one folder down
     counts: tuple[int, ...] = ()  # allowed numbers of items; (): any
     subtitled: int = 0  # how many of its videos have an .srt file
-    needs_terms: bool = False  # whether its terms must be accepted on the hub first
 
 
 _VIDEOMME = Split("lmms-lab/Video-MME", _videomme, "test-*.parquet", (2700,))
 SPLITS = {
     "videomme": _VIDEOMME,
     "videomme_wsub": replace(_VIDEOMME, parse=_videomme_wsub, subtitled=744),
-    "longvideobench": Split(
-        "longvideobench/LongVideoBench", _longvideobench, "validation-*.parquet", (1337,), needs_terms=True
-    ),
+    # Its terms must be accepted on the hub first.
+    "longvideobench": Split("longvideobench/LongVideoBench", _longvideobench, "validation-*.parquet", (1337,)),
     "lvbench": Split("lmms-lab/LVBench", _lvbench, "train-*.parquet", (1549,)),  # its only split is called train
     # Papers quote either number.
     "mlvu": Split("sy1998/MLVU_dev", _mlvu, "test-*.parquet", (2174, 2175)),
@@ -289,18 +287,16 @@ def _question_files(name: str, root: str) -> list[Path]:
 
 
 def _hint(name: str, root: str) -> str:
-    split = SPLITS[name]
+    """Say how to get a dataset."""
+    hub = SPLITS[name].hub
     folder = shlex.quote(root)
-    if not split.hub:
+    if not hub:
         return f"`python -m study.toy build {folder}` makes it."
-    fetch = f"hf download {split.hub} --repo-type dataset --local-dir {folder}"
-    moved = f" (since 2026-07-30 it is {split.hub.replace('-lab/', '-eval/')})" if "lmms-lab/" in split.hub else ""
-    terms = f" (accept its terms first, at huggingface.co/datasets/{split.hub})" if split.needs_terms else ""
-    unpack = "unpack its archives (join their parts first), anywhere below it"
-    return f"`{fetch}` fetches the dataset{moved}{terms}; then {unpack}."
+    fetch = f"hf download {hub} --repo-type dataset --local-dir {folder}"
+    return f"`{fetch}` fetches the dataset; then join the parts of its archives and unpack them, anywhere below it."
 
 
-# ------------------------------------------------------------------------------------------------ figures
+# ------------------------------------------------------------------------------------------------ answers
 
 
 def grade(item: Item, answer: str | None, open_answer: str, judge: Judge | None = None) -> dict:
@@ -318,17 +314,25 @@ def grade(item: Item, answer: str | None, open_answer: str, judge: Judge | None 
     return {"prediction": prediction, "score": score, "judged": judged}
 
 
+# ------------------------------------------------------------------------------------------------ figures
+
+
+def headline(name: str, records: Sequence[dict]) -> list[dict]:
+    """Return the records whose mean score is the split's headline figure: of MMVU, those of its multiple-choice questions."""
+    return [record for record in records if name != "mmvu" or record["kind"] == "mcq"]
+
+
 def figures(name: str, records: Sequence[dict]) -> dict[str, float]:
     """Return a split's figures in percent, headline first, from the records of eval.py. An error scores 0."""
     scores = [record["score"] for record in records]
+    first = _percent([record["score"] for record in headline(name, records)])
     if name == "charades":
         shares = {f"r@{least}": _percent([score >= least for score in scores]) for least in (0.3, 0.5, 0.7)}
-        return {"miou": _percent(scores)} | shares
+        return {"miou": first} | shares
     if name == "mmvu":
-        of_choices = {"mc_625": _percent([record["score"] for record in records if record["kind"] == "mcq"])}
         judged = any(record["judged"] for record in records)  # without a judge, open answers give no accuracy
-        return of_choices | {"all_1000": _percent(scores)} if judged else of_choices
-    return {"accuracy": _percent(scores)}
+        return {"mc_625": first, "all_1000": _percent(scores)} if judged else {"mc_625": first}
+    return {"accuracy": first}
 
 
 def _percent(values: Sequence[float]) -> float:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from evals.benchmarks import headline
 from evals.results import Results, costs, read_published, read_run, read_runs, whole_lines
 from runtime.config import ConfigError, suggest
 from runtime.dataset import DataError
@@ -54,8 +55,8 @@ others. Answers in prose also count as right, as in the published run; with --ta
 Models of other authors are asked with our prompts, unless their run names a prompt_file."""
 
 
-def print_tables(runs: Sequence[str | Path], baseline: str = "", by: str = "", tagged: bool = False) -> str:
-    """Print all tables as Markdown, and return the text. `tagged`: only tagged answers count as right."""
+def all_tables(runs: Sequence[str | Path], baseline: str = "", by: str = "", tagged: bool = False) -> str:
+    """Write all tables as Markdown. `tagged`: only tagged answers count as right."""
     all_results = read_runs(runs)
     if tagged:
         for results in all_results:
@@ -66,11 +67,10 @@ def print_tables(runs: Sequence[str | Path], baseline: str = "", by: str = "", t
     if baseline not in names:
         raise DataError(f"--baseline {baseline!r}: no results have that name; {suggest(baseline, names)}")
     all_results.sort(key=lambda r: (names.index(r.name), r.arm != "parallel", r.arm, r.k))
-    text = scores_table(all_results, baseline) + "\n\n" + costs_table(all_results)
+    parts = [scores_table(all_results, baseline), costs_table(all_results)]
     if by:
-        text += "\n\n" + breakdown_table(all_results, by)
-    print(text)
-    return text
+        parts.append(breakdown_table(all_results, by))
+    return "\n\n".join(parts)
 
 
 def scores_table(all_results: Sequence[Results], baseline: str) -> str:
@@ -83,8 +83,11 @@ def scores_table(all_results: Sequence[Results], baseline: str) -> str:
     lines.sort(key=lambda line: names.index(line["model"]))
 
     # Order the splits as in the paper, then the others. Empty columns are left out, and so is K if all rows have the same.
-    splits = [*published["columns"], *(results.split for results in all_results)]
-    header = list(dict.fromkeys(["model", "arm", "K", "tagged", *splits, "average"]))
+    splits = list(published["columns"])
+    for results in all_results:
+        if results.split not in splits:
+            splits.append(results.split)
+    header = ["model", "arm", "K", "tagged", *splits, "average"]
     if len({line["K"] for line in measured}) == 1:
         header.remove("K")
     return markdown("### Scores", header, lines) + LEGEND.format(baseline=baseline)
@@ -179,28 +182,29 @@ f_release: f by the released code, on the sampled text, which lacks a forced <th
 Answers in prose count, as in the published scores."""
 
 
-def print_ablations(trainings: str, evaluations: str) -> None:
-    """Print one table per block of the paper."""
+def ablation_tables(trainings: str, evaluations: str) -> str:
+    """Write one table per block of the paper."""
     for pattern in (trainings, evaluations):
         if "NAME" not in pattern:
             raise DataError(f"{pattern}: write NAME where the rows' names differ, as in runs/NAME_8b")
     published = read_published()["ablations"]
-    scores = published["columns"][2:]
+    splits = published["columns"][2:]
     tables = []
     measured = False
     for block, title in TITLES.items():
         rows = []
+        header = ["row", "", "steps", *METRICS, *splits]
         for row in published[block]:
             ours = ablation_cells(row, trainings, evaluations)
-            measured |= bool(ours)
+            paper = dict(zip(("f_release", "kappa", *splits), row["scores"]))
             rows.append({"row": row["name"], "": "ours"} | ours)
-            rows.append({"row": row["name"], "": "paper"} | dict(zip(("f_release", "kappa", *scores), row["scores"])))
-        others = dict.fromkeys(column for row in rows for column in row)  # other splits, other K
-        order = list(dict.fromkeys(["row", "", "steps", *METRICS, *scores, *others]))
-        tables.append(markdown(f"### {title}", order, rows))
+            rows.append({"row": row["name"], "": "paper"} | paper)
+            measured |= bool(ours)
+            header += [column for column in ours if column not in header]  # other splits, other K
+        tables.append(markdown(f"### {title}", header, rows))
     if not measured:
         raise DataError(f"nothing at {trainings} or {evaluations}, with NAME = grpo, paragrpo, ...: train first")
-    print("\n\n".join(tables) + ABLATION_LEGEND)
+    return "\n\n".join(tables) + ABLATION_LEGEND
 
 
 def ablation_cells(row: dict, trainings: str, evaluations: str) -> dict[str, str]:
@@ -229,7 +233,10 @@ def markdown(title: str, header: Sequence[str], rows: Sequence[dict[str, Any]]) 
     """Write a table with aligned columns from rows of column -> cell. Leave out the columns that are empty."""
     columns = []  # of text, the name first
     for name in header:
-        cells = ["" if row.get(name) is None else str(row[name]) for row in rows]
+        cells = []
+        for row in rows:
+            value = row.get(name)
+            cells.append("" if value is None else str(value))
         if any(cells) or not rows:
             width = max(map(len, [name, *cells]))
             columns.append([text.ljust(width) for text in (name, *cells)])
@@ -244,7 +251,7 @@ def first_cells(results: Results) -> dict[str, Any]:
 
 def score_cell(results: Results) -> str:
     """Write the score in percent, and of how many items it is if some are missing."""
-    if not headline(results):
+    if not headline(results.split, results.records):
         return ""
     cell = f"{results.score():.1f}"
     if not results.complete():
@@ -254,13 +261,17 @@ def score_cell(results: Results) -> str:
 
 def gain_text(ours: Results, base: Results) -> str:
     """Write the gain in points on the items that both have, and its interval."""
-    base_scores = {record["id"]: record["score"] for record in headline(base)}
-    shared = [record for record in headline(ours) if record["id"] in base_scores]
-    if not shared:
+    base_scores = {record["id"]: record["score"] for record in headline(base.split, base.records)}
+    gains = []  # points, one per item
+    videos = []
+    for record in headline(ours.split, ours.records):
+        if record["id"] in base_scores:
+            gains.append(100 * (record["score"] - base_scores[record["id"]]))
+            videos.append("/".join(record["videos"]))
+    if not gains:
         return ""
-    gains = [100 * (record["score"] - base_scores[record["id"]]) for record in shared]
     text = f", {statistics.fmean(gains):+.1f}"
-    low, high = interval(gains, ["/".join(record["videos"]) for record in shared])
+    low, high = interval(gains, videos)
     return text if np.isnan(low) else f"{text} [{low:+.1f}, {high:+.1f}]"
 
 
@@ -278,11 +289,6 @@ def interval(values: Sequence[float], videos: Sequence[str]) -> tuple[float, flo
     drawn = np.random.default_rng(0).integers(len(counts), size=(1000, len(counts)))  # [1000, C]
     low, high = np.quantile(sums[drawn].sum(1) / counts[drawn].sum(1), (0.025, 0.975))
     return float(low), float(high)
-
-
-def headline(results: Results) -> list[dict]:
-    """Return the records whose mean is the split's headline figure."""
-    return [record for record in results.records if results.split != "mmvu" or record["kind"] == "mcq"]
 
 
 def average_cell(scores: dict[str, float], columns: Sequence[str]) -> str:
@@ -314,8 +320,9 @@ def main(arguments: Sequence[str]) -> None:
     args = parser.parse_args(arguments)
     try:
         if args.command == "table":
-            print_tables(args.runs, args.baseline, args.by, args.tagged)
+            text = all_tables(args.runs, args.baseline, args.by, args.tagged)
         else:
-            print_ablations(args.trainings, args.evaluations)
+            text = ablation_tables(args.trainings, args.evaluations)
     except (ConfigError, DataError) as error:
         sys.exit(f"error: {error}")
+    print(text)

@@ -432,7 +432,7 @@ def test_the_published_scores_have_the_published_average(tmp_path):
             folder = tmp_path / (f"{name}-charades" if split == "charades" else name)
             write_results(folder, split, [line("0", scores[split] / 100)], name=name, arm=arm, k=k)
         write_results(tmp_path / name, "charades", lines("1"), name=name, arm=arm, k=64)  # asked at both
-        header, _, *rows = sections(tables.print_tables([tmp_path / name, tmp_path / f"{name}-charades"]))["Scores"]
+        header, _, *rows = sections(tables.all_tables([tmp_path / name, tmp_path / f"{name}-charades"]))["Scores"]
         rows = [dict(zip(header, row)) for row in rows]
         assert [row["average"] for row in rows if (row["arm"], row["K"]) == (arm, "32, 64")] == [average]
         assert [row["average"] for row in rows if row["arm"] == "published"] == [average]
@@ -443,7 +443,7 @@ def test_a_score_says_what_is_missing_or_published(tmp_path):
     rows = [*lines("110"), line("3", 0, error="EngineError: gone", prediction=None)]
     write_results(tmp_path, "lvbench", lines("1100"), name="ParaVT-8B (mine)")  # still the row of ParaVT-8B
     write_results(tmp_path, "videomme", rows, name="ParaVT-8B (mine)", total=2700)
-    header, _, *scores = sections(tables.print_tables([tmp_path]))["Scores"]
+    header, _, *scores = sections(tables.all_tables([tmp_path]))["Scores"]
     assert header == ["model", "arm", "tagged", "videomme", "lvbench"]  # in the paper's order, not in that of the files
     assert scores == [
         ["ParaVT-8B (mine)", "parallel", "100.0", "50.0 (4 of 2700)", "50.0"],
@@ -457,7 +457,7 @@ def test_a_table_leaves_out_its_empty_columns(tmp_path):
     assert tables.markdown("t", ["a", "b", "c"], rows).splitlines()[2] == "| a | c |"
     assert tables.markdown("t", ["a", "b"], []).splitlines()[2] == "| a | b |"
     write_results(tmp_path, "lvbench", lines("1100"), name="mine")
-    assert sections(tables.print_tables([tmp_path]))["Scores"][0] == ["model", "arm", "tagged", "lvbench"]
+    assert sections(tables.all_tables([tmp_path]))["Scores"][0] == ["model", "arm", "tagged", "lvbench"]
 
 
 def test_a_gain_is_over_the_items_of_both_and_beside_no_published_figure(tmp_path):
@@ -466,7 +466,7 @@ def test_a_gain_is_over_the_items_of_both_and_beside_no_published_figure(tmp_pat
     base = [row | {"score": float(i % 2)} for i, row in enumerate(ours)]
     write_results(tmp_path / "a", "videomme", ours, name="ParaVT-8B", total=2700)
     write_results(tmp_path / "b", "videomme", base[1:19], name="Qwen3-VL-8B", total=2700)
-    _, _, *rows = sections(tables.print_tables([tmp_path / "a", tmp_path / "b"], "Qwen3-VL-8B"))["Scores"]
+    _, _, *rows = sections(tables.all_tables([tmp_path / "a", tmp_path / "b"], "Qwen3-VL-8B"))["Scores"]
     assert [row[:2] for row in rows] == [["ParaVT-8B", "parallel"], ["Qwen3-VL-8B", "parallel"]]
     assert rows[1][3] == "50.0 (18 of 2700)"
     # Of items 1 to 18, ours has 17 and the base 9 (the odd ones).
@@ -483,7 +483,7 @@ def test_a_gain_over_one_video_has_no_interval(tmp_path):
     """Past bug: `limit=2` printed [nan, nan]."""
     for name, scores in (("a", (1, 1)), ("b", (1, 0))):
         write_results(tmp_path / name, "lvbench", [line(str(i), s, video="v") for i, s in enumerate(scores)], name=name)
-    assert sections(tables.print_tables([tmp_path / "b", tmp_path / "a"]))["Scores"][3][3] == "100.0, +50.0"
+    assert sections(tables.all_tables([tmp_path / "b", tmp_path / "a"]))["Scores"][3][3] == "100.0, +50.0"
 
 
 def test_a_gain_is_over_the_same_number_of_frames_or_else_over_the_baselines_first_row(tmp_path):
@@ -491,7 +491,7 @@ def test_a_gain_is_over_the_same_number_of_frames_or_else_over_the_baselines_fir
     write_results(tmp_path / "a", "videomme", lines("11"), name="Conan-7B (own)", arm="conan", k=16)
     for k, base, gain in ((64, "10", "+50.0"), (16, "00", "+100.0")):
         write_results(tmp_path / "b", "videomme", lines(base), name="Qwen3-VL-8B (own)", k=k)
-        found = sections(tables.print_tables([tmp_path / "a", tmp_path / "b"], "Qwen3-VL-8B (own)"))["Scores"]
+        found = sections(tables.all_tables([tmp_path / "a", tmp_path / "b"], "Qwen3-VL-8B (own)"))["Scores"]
         [cell] = [row[4] for row in found if row[:3] == ["Conan-7B (own)", "conan", "16"]]
         assert cell.startswith(f"100.0, {gain} [")
 
@@ -503,7 +503,7 @@ def test_a_damaged_line_is_named(tmp_path):
         first, second = path.read_text().splitlines()
         path.write_text(f"{first}\n{damage}\n{second}\n")
         with pytest.raises(DataError, match="lvbench-K64-parallel.jsonl: line 2 is no result: delete the line"):
-            tables.print_tables([tmp_path])
+            tables.all_tables([tmp_path])
 
 
 def test_a_baseline_that_is_not_there_is_refused_with_the_nearest_name(tmp_path):
@@ -511,7 +511,7 @@ def test_a_baseline_that_is_not_there_is_refused_with_the_nearest_name(tmp_path)
     for name in ("ParaVT-8B (own)", "Qwen3-VL-8B (own)"):
         write_results(tmp_path / name, "lvbench", lines("1"), name=name)
     with pytest.raises(DataError, match=r"--baseline 'Qwen3-VL-8B': .* did you mean Qwen3-VL-8B \(own\)\?"):
-        tables.print_tables(list(tmp_path.iterdir()), "Qwen3-VL-8B")
+        tables.all_tables(list(tmp_path.iterdir()), "Qwen3-VL-8B")
 
 
 def test_answers_in_prose_count_unless_only_tagged_ones_are_asked_for(tmp_path):
@@ -522,7 +522,7 @@ def test_answers_in_prose_count_unless_only_tagged_ones_are_asked_for(tmp_path):
     for folder, name in (("ours", "ParaVT-8B"), ("base", "Qwen3-VL-8B")):
         write_results(tmp_path / folder, "mlvu", [line("0", 1)], name=name, total=2175)  # unfinished
     for tagged, base_score, gain in ((False, "50.0", "60.0, +10.0 ["), (True, "10.0", "60.0, +50.0 [")):
-        told = tables.print_tables([tmp_path / "ours", tmp_path / "base"], "Qwen3-VL-8B", tagged=tagged)
+        told = tables.all_tables([tmp_path / "ours", tmp_path / "base"], "Qwen3-VL-8B", tagged=tagged)
         header, _, *rows = sections(told)["Scores"]
         assert header == ["model", "arm", "tagged", "videomme", "mlvu"]
         assert [row[:4] for row in rows[1:]] == [
@@ -537,7 +537,7 @@ def test_mmvu_is_its_multiple_choice_unless_a_judge_graded_the_others(tmp_path):
     rows = [*lines("1110"), line("4", 0, kind="oe"), line("5", 0, kind="oe")]
     for figures in ("mc_625 75.0", "mc_625 75.0, all_1000 66.7"):
         write_results(tmp_path, "mmvu", rows)
-        found = sections(tables.print_tables([tmp_path]))
+        found = sections(tables.all_tables([tmp_path]))
         assert found["Scores"][2][3] == "75.0" and found["Per item"][2][-1] == figures
         rows[4] |= {"judged": True, "score": 1.0}
 
@@ -554,19 +554,19 @@ def test_costs_are_means_and_rates_over_all_items(tmp_path):
 def test_scores_are_broken_down_by_a_field_of_the_rows(tmp_path):
     rows = [line(str(i), int(score), duration=size) for i, (score, size) in enumerate(zip("1101", "sslz"))]
     write_results(tmp_path, "videomme", [*rows, line("4", 1)], total=2700)  # the last has none
-    found = sections(tables.print_tables([tmp_path], by="duration"))["By duration"]
+    found = sections(tables.all_tables([tmp_path], by="duration"))["By duration"]
     assert [row[4:] for row in found[2:]] == [["l", "1", "0.0"], ["s", "2", "100.0"], ["z", "1", "100.0"]]
     with pytest.raises(DataError, match="--by topic: no record has that field; those of VideoMME have duration"):
-        tables.print_tables([tmp_path], by="topic")
+        tables.all_tables([tmp_path], by="topic")
 
 
 def test_results_that_make_no_table_are_refused(tmp_path):
     write_results(tmp_path / "a", "lvbench", lines("1"))
     write_results(tmp_path / "b", "lvbench", lines("0"))
     with pytest.raises(DataError, match="a/lvbench-K64-parallel.jsonl and .* fill the same cell of the table"):
-        tables.print_tables([tmp_path / "a", tmp_path / "b"])
+        tables.all_tables([tmp_path / "a", tmp_path / "b"])
     with pytest.raises(DataError, match="no results in .*/c: run `python eval.py CONFIG` first"):
-        tables.print_tables([tmp_path / "c"])
+        tables.all_tables([tmp_path / "c"])
 
 
 def test_a_table_that_nobody_reads_to_its_end_stops_in_silence(tmp_path):
