@@ -148,7 +148,7 @@ def ask_item(
         except JudgeError as error:
             episode.fail(error)
 
-    # Our own agent also gets its format rewards.
+    # Our own agent also gets its format rewards, all models under the same weights, so that their f compares.
     format_rewards = {}
     if cfg.agentic and not episode.error_kind:
         parts = score(episode, context.renderer, RewardConfig(open_answer="exact"))
