@@ -224,7 +224,7 @@ def test_an_absent_dataset_names_the_command_that_fetches_it(tmp_path):
     for problem in ("no such folder", r"no file train-\*\.parquet, where"):
         with pytest.raises(DataError, match=problem) as error:
             load_split("lvbench", str(root))
-        assert fetch in str(error.value) and "unpack them" in str(error.value)
+        assert fetch in str(error.value) and "unpack its archives" in str(error.value)
         root.mkdir(exist_ok=True)
 
 
