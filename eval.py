@@ -65,7 +65,10 @@ from runtime.visual import VisualContract, read_json
 # By default, one SGLang server per GPU of this machine. Without SGLang, the model runs in this process.
 GPUS = tuple(range(torch.cuda.device_count())) if importlib.util.find_spec("sglang") else ()
 
-SIZES = {"ParaVT-8B": "Qwen/Qwen3-VL-8B-Instruct", "Qwen2.5-VL-7B": "Qwen/Qwen2.5-VL-7B-Instruct"}  # row -> its size
+SIZES = {
+    "ParaVT-8B": "Qwen/Qwen3-VL-8B-Instruct",
+    "Qwen2.5-VL-7B": "Qwen/Qwen2.5-VL-7B-Instruct",
+}  # row -> a checkpoint of that size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +76,7 @@ class EvalConfig:
     """One evaluation: one model on some splits."""
 
     run: str = ""
-    """Folder of the results. Empty: runs/eval/own/X, where X is the training that wrote the checkpoint."""
+    """Folder of the results. Empty: runs/eval/own/X, where X is the training that wrote the checkpoint (see `with_names`)."""
     name: str = ""
     """The model's row in the table. A name of published.yaml, such as "ParaVT-8B (own)", adds its published numbers. Empty:
     "ParaVT-8B (X)" or "Qwen2.5-VL-7B (X)" for a model of that size, otherwise X."""
@@ -274,15 +277,15 @@ def with_names(cfg: EvalConfig) -> EvalConfig:
         label = f"{above[-2]}-{label}"
 
     # A name that begins with a row of the paper's table gets the published numbers.
-    size = shape_of(read_json(Path(cfg.checkpoint) / "config.json") or PUBLISHED.get(cfg.checkpoint, {}))
+    size = sizes_of(read_json(Path(cfg.checkpoint) / "config.json") or PUBLISHED.get(cfg.checkpoint, {}))
     name = label
     for row, same_size in SIZES.items():
-        if size == shape_of(PUBLISHED[same_size]):
+        if size == sizes_of(PUBLISHED[same_size]):
             name = f"{row} ({label})"
     return replace(cfg, run=cfg.run or f"runs/eval/own/{label}", name=cfg.name or name)
 
 
-def shape_of(model: dict) -> tuple:
+def sizes_of(model: dict) -> tuple:
     """Return the family, the width and the depth that a config.json describes."""
     text = model.get("text_config", model)
     return model.get("model_type"), text.get("hidden_size"), text.get("num_hidden_layers")

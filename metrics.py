@@ -36,7 +36,7 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
 
     Each metric is a mean over: groups (share/K and flat_groups), all episodes (failed_rate), calls (call_errors/...), calls that
     ran (calls/distinct: 1 unless an earlier call of the episode was exactly the same), sub-agents' reports (report/...), episodes
-    that called (parallel_rate), or the episodes that ran (all others)."""
+    that called (parallel_rate), or the episodes that ran (all others), as far as they have the key: a K, or an opened tag."""
     seen: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         for k in ks:
@@ -199,7 +199,8 @@ def utilisation(cfg: PolicyConfig, tokens: int, seconds: float, gpus: int) -> di
     for part, tflops in PEAK_TFLOPS.items():
         if torch.cuda.is_available() and part in torch.cuda.get_device_name():
             policy = meta_policy(cfg)
-            # 2 N FLOPs per token forward and 4 N backward. Attention adds little at these lengths.
+            # 2 N FLOPs per token forward and 4 N backward, for N trained weights without the embedding. (If it is tied to the
+            # head, the head is left out with it.) Attention adds little at these lengths.
             flops = 6 * (count(policy, trained=True) - policy.text.embed_tokens.weight.numel()) * tokens
             return {"mfu": flops / (gpus * tflops * 1e12 * seconds)}
     return {}

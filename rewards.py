@@ -136,9 +136,8 @@ def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig,
         except JudgeError as error:
             episode.fail(error)
 
-    pool = ThreadPoolExecutor(
-        16
-    )  # a judge takes seconds per answer. No `with`: at Ctrl-C it would wait for a silent judge
+    # A judge takes seconds per answer. No `with`: at Ctrl-C it would wait for a silent judge.
+    pool = ThreadPoolExecutor(16)
     list(pool.map(give, [episode for group in groups for episode in group.ran]))
 
 

@@ -128,8 +128,10 @@ class RLConfig(RunConfig):
 
 
 # The metrics on the console.
-SHOWN = ("R", "R_acc", "f", "well_formed", "kappa", "call_errors/crashed", "loss", "kl", "entropy", "logprob_gap")
-SHOWN += ("grad_norm", "seconds")
+SHOWN = (
+    "R", "R_acc", "f", "well_formed", "kappa", "call_errors/crashed", "loss", "kl", "entropy", "logprob_gap", "grad_norm",
+    "seconds",
+)  # fmt: skip
 
 
 def main(cfg: RLConfig) -> None:

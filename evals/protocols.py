@@ -213,7 +213,8 @@ class Attempt:
         return append_rendered(self.context, self.episode.main, delta)
 
     def run_call(self, call: Call, work: Callable[["Attempt", Call], Shown]) -> list:
-        """Run and record one call. Return what the model reads: the parts that `work` shows, or the text of an error."""
+        """Run and record one call. Return what the model reads: the parts that `work` shows, or the text of an error. A call
+        that failed has no window."""
         started = time.perf_counter()
         parts = []
         window = None

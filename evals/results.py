@@ -109,7 +109,9 @@ def read_runs(runs: Sequence[str | Path]) -> list[Results]:
         for path, results in read_run(run).items():
             cell = (results.name, results.arm, results.k, results.split)
             if cell in paths:
-                raise DataError(f"{paths[cell]} and {path} fill the same cell of the table: change the `name` of one")
+                raise DataError(
+                    f"{paths[cell]} and {path} fill the same cell of the table: change `name` in the config.yaml of one"
+                )
             if results.records:
                 paths[cell] = path
                 all_results.append(results)

@@ -89,14 +89,17 @@ _END = rf"(?!{_WORD}|[/'-]\w|\.\w\.)"  # "A/B", "B's" and "D.C." are no labels
 # A letter that stands alone. "A" before a lower-case word is an article.
 _LETTER = rf"(?<!{_WORD})(?<!\w[/.'-])(?:[B-HJ]|A(?! (?!or|and|nor|is|was)[a-z])|I(?=[).:])){_END}"
 _AND = r"\)?(?:,? (?:and|or|nor|then) |, ?|[、和或 ])"
-_LIST = rf"{_LETTER}(?:{_AND}{_LETTER}){{0,9}}"  # "A, B and C"
+_LETTERS = rf"{_LETTER}(?:{_AND}{_LETTER}){{0,9}}"  # "A, B and C"
 _DENIED = (  # "not A", "neither A nor B", "不选A"; "A is wrong", "A: no", "A不对"
-    rf"(?i:(?:not|n't)(?: be)?|neither|rather than) (?i:option )?{_LIST}|不[是选]?{_LIST}|{_LIST}[^A-J，。,.\n而]{{0,8}}不"
-    rf"|{_LIST}[):]?(?: is| are| was)?(?:n't| (?:not|no|never|wrong|incorrect|false|out|ruled out)\b| [✗❌])"
+    rf"(?i:(?:not|n't)(?: be)?|neither|rather than) (?i:option )?{_LETTERS}|不[是选]?{_LETTERS}"
+    rf"|{_LETTERS}[^A-J，。,.\n而]{{0,8}}不"
+    rf"|{_LETTERS}[):]?(?: is| are| was)?(?:n't| (?:not|no|never|wrong|incorrect|false|out|ruled out)\b| [✗❌])"
 )
-_LABEL = rf"([A-J]|[a-j](?=[).:,\n]|\Z)){_END}(?!{_AND}{_LETTER})"  # no other letter follows at once
-_LISTED = rf"\n\W{{0,6}}{_LETTER}(?:[).:]|\s*$)"
+_LABEL = rf"([A-J]|[a-j](?=[).:,\n]|\Z)){_END}(?!{_AND}{_LETTER})"  # "B", "b)"; not the A of "A or B"
+_LISTED = rf"\n\W{{0,6}}{_LETTER}(?:[).:]|\s*$)"  # a line that begins with a label
+# Rule 2: "(b)", "B. Vitamin C", "Option B"; not "A. red\nB. blue".
 _BEGINS = rf"(?im)\A(?!(?s:.*){_LISTED})\W{{0,5}}(?:option |(?=\w(?:[).:,]|\s*$))){_LABEL}"
+# Rule 3: "the answer is B", "Answer: **B**", "答案是B"; then "choose B", "go with (B)", "So B", "选B".
 _ANSWER_IS = rf"(?:(?i:answer(?: is| \w{{1,6}} be|\W{{0,3}}:))|答案[是为]?)\W{{0,6}}(?i:option )?{_LABEL}"
 _CHOOSE = rf"(?:(?i:\b(?:option(?: is)?|choose|go(?:ing)? with|so|hence)\b)|选项?)\W{{0,6}}{_LABEL}"
 
@@ -104,15 +107,20 @@ _CHOOSE = rf"(?:(?i:\b(?:option(?: is)?|choose|go(?:ing)? with|so|hence)\b)|选�
 def parse_letter(text: str, options: tuple[str, ...] = ()) -> str | None:
     """Return the letter of the option that the text names, or None."""
     text = re.sub(r"[*`#]|__", "", unboxed(text)).replace("’", "'").strip()
+
+    # Rule 1: the text is one option's text.
     said = re.sub(LEAD, "", text).strip(" .").lower()
     same = [letter for letter, option in zip(LETTERS, options) if option.strip(" .").lower() == said]
     if len(same) == 1 and not re.fullmatch("[a-j]", said):
         return same[0]
 
-    text = re.sub(_DENIED, " ", re.sub(r"[(\[]([A-J])[)\]]", r"\1)", text))  # "(B)" is "B)"
+    # Rules 2 and 3, without the letters that the text denies. "(B)" is read as "B)".
+    text = re.sub(_DENIED, " ", re.sub(r"[(\[]([A-J])[)\]]", r"\1)", text))
     named = []
     for rule in (_BEGINS, _ANSWER_IS, _CHOOSE):
         named = named or re.findall(rule, text)
+
+    # Rule 4: only one letter stands alone.
     alone = set(re.findall(_LETTER, text))
     if not named and len(alone) == 1:
         named = list(alone)
@@ -122,24 +130,30 @@ def parse_letter(text: str, options: tuple[str, ...] = ()) -> str | None:
 
 # ------------------------------------------------------------------------------------------------ spans
 
-_N = r"(\d{1,7}(?:\.\d{1,9})?)"
-_M = r" ?(?:m(?:in(?:ute)?s?)?(?![a-z])|(?=(?:-|to) ?[\d.]{1,9} ?min))"  # "2 min", and the 2 of "2 to 3 min"
-_S = r"(?: ?s(?:ec(?:ond)?s?)?)?(?![a-z\d%]|\.\d)"  # "5 s", "5", but not "5th"
-_TIME = rf"(?i)(?<![a-z\d_.])(?:(?:{_N}:)?{_N}:{_N}{_S}|{_N}{_M}(?:(?:,? | and |){_N}{_S})?|{_N}{_S})"
+_NUMBER = r"(\d{1,7}(?:\.\d{1,9})?)"
+_MINUTES = r" ?(?:m(?:in(?:ute)?s?)?(?![a-z])|(?=(?:-|to) ?[\d.]{1,9} ?min))"  # "2 min", and the 2 of "2 to 3 min"
+_SECONDS = r"(?: ?s(?:ec(?:ond)?s?)?)?(?![a-z\d%]|\.\d)"  # "5 s", "5", but not "5th"
+_TIME = (  # "1:05" and "00:01:05.5", "2 min 5 s", "65.5 s"
+    rf"(?i)(?<![a-z\d_.])(?:(?:{_NUMBER}:)?{_NUMBER}:{_NUMBER}{_SECONDS}"
+    rf"|{_NUMBER}{_MINUTES}(?:(?:,? | and |){_NUMBER}{_SECONDS})?|{_NUMBER}{_SECONDS})"
+)
 _NO_TIMES = r"(?i)\b(?:frames?|lasts?|lasting|for)(?: about)?(?:(?:,| to| and|-)? ?\d[\d.]{0,9}){1,9}"  # "frames 2-5", "for 3 s"
-_T = "\ua4d4"  # stands for a time; a letter that no answer contains
-_RANGE = rf"(?m){_T}\W{{0,4}}(?:[-–—~→]|\bto\b)\W{{0,4}}{_T}|between {_T} and {_T}|(?:^|[\[(:]) ?{_T}, ?{_T}(?:[\])]|$)"
+_MARK = "\ua4d4"  # stands for a time; a letter that no answer contains
+_RANGE = (  # "12.5 - 20.1", "from 3 to 5", "between 3 and 5", "[3, 5]"
+    rf"(?m){_MARK}\W{{0,4}}(?:[-–—~→]|\bto\b)\W{{0,4}}{_MARK}|between {_MARK} and {_MARK}"
+    rf"|(?:^|[\[(:]) ?{_MARK}, ?{_MARK}(?:[\])]|$)"
+)
 
 
 def parse_span(text: str) -> tuple[float, float] | None:
     """Return a span in seconds. None: the text has no range, cannot tell, or leaves several open."""
-    text = re.sub(_NO_TIMES, " ", unboxed(text).replace(_T, " "))
+    text = re.sub(_NO_TIMES, " ", unboxed(text).replace(_MARK, " "))
     times = []
     for time in re.finditer(_TIME, text):
-        h, m, s, minutes, more, seconds = [float(number or 0) for number in time.groups()]
-        times.append(3600 * h + 60 * (m + minutes) + s + more + seconds)
-    masked = re.sub(_TIME, _T, text)
-    ranges = list(re.finditer(_RANGE if len(times) > 2 else rf"{_T}[^{_T}]*{_T}", masked))
+        h, m, s, minutes, seconds_after, seconds = [float(number or 0) for number in time.groups()]
+        times.append(3600 * h + 60 * (m + minutes) + s + seconds_after + seconds)
+    masked = re.sub(_TIME, _MARK, text)
+    ranges = list(re.finditer(_RANGE if len(times) > 2 else rf"{_MARK}[^{_MARK}]*{_MARK}", masked))
     if not ranges or re.search(r"(?i)cannot|can['’]t|unable|unclear", masked):
         return None
 
@@ -147,7 +161,7 @@ def parse_span(text: str) -> tuple[float, float] | None:
     before = masked[: ranges[-1].start()]
     if re.search(r"(?i)(?:\b(?:not|and|or)|[不或])\W*(?:from |between )?\Z", before) or " or " in ranges[-1][0]:
         return None
-    start, end = times[before.count(_T) :][:2]
+    start, end = times[before.count(_MARK) :][:2]
     return (start, end) if start <= end else None
 
 

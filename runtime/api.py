@@ -96,7 +96,9 @@ def ask(api: Api, messages: list[dict], **settings) -> tuple[str, str]:
         if not isinstance(said, str | None):
             raise TypeError("its content is no text")
     except (requests.RequestException, LookupError, TypeError) as error:
-        problem = f"{error} {text}".replace(key or "no key", "[the key]")
+        problem = f"{error} {text}"
+        if key:
+            problem = problem.replace(key, "[the key]")
         raise EngineError(f"{api.url}: {problem[:300]}") from None
     if said is None and finish != "length":  # at the limit, thinking used up the tokens
         raise Refusal(refusal or f"no answer, finish_reason {finish}")

@@ -69,7 +69,7 @@ def refuse_other_weights(run: Path, source: Path, setting: str) -> None:
 
 
 def refuse_template(source: Path, renderer: Renderer, schemas: dict[str, dict]) -> None:
-    """Refuse a chat template that does not continue a dialogue as rollouts do, and a tool whose schema is not one.
+    """Refuse a chat template that does not continue a dialogue as rollouts do, and a tool whose schema is invalid or has another name.
     `schemas`: those of the tools, by their keys in tools.TOOLS."""
     for key, schema in schemas.items():
         try:

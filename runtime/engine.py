@@ -95,7 +95,8 @@ class ActiveCallers:
     If the number is too low, batches depend on timing. If it is too high, the engine waits forever.
 
     The number is that of the unfinished jobs, within two bounds. A pool of `at_once` threads runs no more jobs at once. A `nested`
-    pool's jobs take the place of the thread that waits for them: N jobs add N - 1 callers, and the last one leaves it behind."""
+    pool's jobs take the place of the thread that waits for them: N jobs add N - 1 callers, and when the last one ends, that
+    thread counts again."""
 
     def __init__(self, engine: Engine, names: Iterable, at_once: int, nested: bool):
         self.engine, self.at_least, self.at_most = engine, int(nested), at_once
@@ -124,8 +125,8 @@ def run_all(
     engine: Engine, jobs: dict[Any, Callable], at_once: int, timeout: float | None = None, nested: bool = False
 ) -> dict[Any, Any]:
     """Run jobs that call the engine, each in a thread, at most `at_once` at a time. Return their results by name. After `timeout`
-    seconds, give up those that have not ended: their threads go on, and nobody waits for them. `nested`: this thread is itself a
-    job of another run_all."""
+    seconds, or once one raises, give up those that have not ended: their threads go on, and nobody waits for them. `nested`: this
+    thread is itself a job of another run_all."""
     callers = ActiveCallers(engine, jobs, at_once, nested)
     pool = ThreadPoolExecutor(max(1, min(at_once, len(jobs))), "job")
     futures: dict[Any, Future] = {}

@@ -15,8 +15,6 @@ from runtime.inprocess import InProcess
 from runtime.render import Renderer
 from runtime.servers import SGLang
 
-NO_API = Api()
-
 
 def open_engine(
     checkpoint: str | Path,
@@ -24,12 +22,12 @@ def open_engine(
     cfg: EngineConfig,
     logs: Path | None = None,
     frames: Path | None = None,
-    api: Api = NO_API,
+    api: Api | None = None,
 ) -> Engine:
     """Open an API's model, or SGLang's servers at `urls`, or servers on `server_gpus`, or else the model in this process, on a GPU
     if there is one. A node's first rank starts the servers and owns them; its other ranks connect to them. `logs` and `frames`:
     folders of the servers' logs, and of the frames that they read."""
-    if api.url:
+    if api and api.url:
         return OpenAI(api, renderer)
     if not cfg.uses_servers:
         device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")

@@ -129,12 +129,13 @@ def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, reference: bool = F
     if reference:
         held["reference policy, bf16, sharded (none if grpo.kl_coef = 0)"] = 2 * trained / gpus
 
-    # What a block keeps per token for its backward pass. Two norms: input in fp32, normalized and scaled in bf16. Each head's
-    # query, and its key and value: norm as above, rotated, attention's output and its copy. The MLP: gate, its activation, up
-    # and their product in bf16.
+    # Bytes that a block keeps per token for its backward pass (tests/test_plan.py compares them with autograd's):
+    #   16 * hidden        two norms, each: its input in fp32 (4), normalized (2) and scaled (2)
+    #   12 * head size     for each query head and each key head: norm, rotation, and attention's output or the value
+    #    8 * intermediate  the MLP: gate, its activation, up and their product, 2 each
     heads = text.num_attention_heads + text.num_key_value_heads
     head_size = policy.text.layers[0].self_attn.head_dim
-    block = 2 * 8 * text.hidden_size + 12 * heads * head_size + 8 * text.intermediate_size  # bytes
+    block = 2 * 8 * text.hidden_size + 12 * heads * head_size + 8 * text.intermediate_size
     # Inputs of blocks: one hidden state in bf16. Without checkpointing, every block keeps all.
     kept = 2 * text.hidden_size if cfg.activation_checkpointing else block
     used = {f"inputs of {layers} blocks at {tokens} tokens": kept * layers * tokens}

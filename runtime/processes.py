@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-# Where SGLang, the snapshots of weights and the frames of requests keep files in memory.
+# The folder for files in memory: SGLang's images, snapshots of weights, frames of requests.
 MEMORY = Path("/dev/shm") if os.path.isdir("/dev/shm") else Path(tempfile.gettempdir())
 
 

@@ -175,9 +175,9 @@ def open_start(cfg: RunConfig) -> tuple[Path, Renderer]:
     """Open the checkpoint that a run starts from. Refuse to resume from other weights than the run began with: reference and
     frozen tower would be new, and the text model old."""
     source, renderer = open_checkpoint(cfg.policy.checkpoint, cfg.visual, cfg.prompts)
-    refuse_template(source, renderer, cfg.schemas)
     if saved_step(Path(cfg.run) / "state"):
         refuse_other_weights(Path(cfg.run), source, f"policy.checkpoint = {cfg.policy.checkpoint!r}")
+    refuse_template(source, renderer, cfg.schemas)
     return source, renderer
 
 

@@ -28,7 +28,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -57,7 +57,7 @@ class VideoInfo:
     times: np.ndarray  # [N] float64 seconds, read-only, strictly increasing, the first frame is at 0
     duration: float  # seconds: the end of the last frame, from the packets, since headers can be wrong
     # [N, 3] int64 ticks, for the reader alone: presentation time of the frame, then pts and dts of its keyframe
-    _table: np.ndarray
+    _table: np.ndarray = field(repr=False)
 
     @property
     def n_frames(self) -> int:

@@ -271,7 +271,7 @@ def rl_row(rng: random.Random, flash: Flash) -> dict:
 # ------------------------------------------------------------------------------------------------ the checkpoint
 
 ADDED = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
-ADDED += ["<|video_pad|>"]  # special tokens; the tags below are also single tokens, but ordinary text
+ADDED += ["<|video_pad|>"]  # special tokens; TEMPLATE_TAGS are also single tokens, but ordinary text
 
 
 def build_tokenizer(texts: list[str], vocabulary: int = 2048):
