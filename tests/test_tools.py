@@ -140,7 +140,8 @@ def test_ten_thousand_calls_take_linear_time(flood):
         return time.process_time() - started
 
     seconds(100)
-    assert seconds(10_000) < max(40 * seconds(1000), 0.5)  # linear: 10 times, quadratic: 100 times
+    many = min(seconds(10_000) for _ in range(3))  # Python's garbage collector may run in one of them
+    assert many < max(40 * seconds(1000), 0.5)  # linear: 10 times, quadratic: 100 times
 
 
 PIECES = [f"<{slash}{tag}>" for slash in ("", "/") for tag in ("tool_call", "tool_code")]
