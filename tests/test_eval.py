@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -35,7 +34,7 @@ from evals.results import costs, read_results
 from evals.tables import interval
 from rl import RLConfig
 from rollout import derive_seed
-from runtime import config
+from runtime import api, config
 from runtime.dataset import DataError
 from runtime.engine import EngineError
 from runtime.prompts import Prompts
@@ -374,7 +373,7 @@ def test_a_connection_that_fails_leaves_no_results(write, monkeypatch, tmp_path)
 
 
 def test_a_judge_that_fails_is_an_error_and_no_verdict(write, model, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("openai._base_client.time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
+    monkeypatch.setattr(api, "RETRY", api.RETRY.new(backoff_factor=0))
     there = Endpoint("Yes.", (500, {}, {"error": "gone"}))
     path = write(grading={"open_answer": "judge", "judge": {"url": there.url, "model": "j"}})
     model(says("reddish"))
