@@ -175,9 +175,8 @@ def keep_episodes(groups: Sequence[Group], readable: Callable[[list[int]], str],
 
 
 def load_episodes(path: str | Path) -> list[Episode]:
-    """Read the episodes of a file. Their clips have times, but no pixels. A last line that is still being written is left out."""
-    text = Path(path).read_text("utf-8")
-    return [episode_of(json.loads(line)) for line in text[: text.rfind("\n") + 1].splitlines()]
+    """Read the episodes of a file. Their clips have times, but no pixels."""
+    return [episode_of(json.loads(line)) for line in Path(path).read_text("utf-8").splitlines()]
 
 
 def episode_of(record: dict) -> Episode:

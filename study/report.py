@@ -23,7 +23,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
-from episode import Episode, Trajectory, load_episodes
+from episode import Episode, Trajectory, episode_of
 from evals import results
 from rewards import turn_texts
 from runtime.answers import final_answer
@@ -90,7 +90,8 @@ def read_episodes(files: list[Path], config: dict, renderer: Renderer) -> list[d
     with Videos(workers=1) as videos:
         for i in uniform_indices(len(files), STEPS):
             step = re.search(r"step-(\d+)", files[i].name)  # the files of an evaluation have none
-            for episode in load_episodes(files[i])[:EPISODES]:
+            for line in results.whole_lines(files[i])[:EPISODES]:
+                episode = episode_of(json.loads(line))
                 try:
                     decode_frames(episode, videos, renderer.contract)
                 except VideoError as error:
