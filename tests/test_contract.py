@@ -170,11 +170,6 @@ def test_a_checkpoint_tells_its_contract(tmp_path):
     path, contract = tmp_path / "visual.json", VisualContract(frame_pixels=4096, crop_fps=2.0)
     contract.save(tmp_path)
     assert VisualContract.load(tmp_path) == contract
-    older = json.loads(path.read_text())  # from before two of the keys, which then have their defaults
-    del older["max_frame_pixels"], older["crop_frame_pixels"]
-    path.write_text(json.dumps(older))
-    contract.refuse_unlike(tmp_path)
-    assert VisualContract.load(tmp_path) == contract
     VisualContract(patch=14).save(tmp_path)
     path.unlink()
     assert VisualContract.load(tmp_path) == VisualContract(patch=14)  # its processor tells the patch size
@@ -190,7 +185,7 @@ def test_a_checkpoint_tells_its_contract(tmp_path):
 awkward_text = st.lists(st.sampled_from(["\r\n", "\r", "\n", " ", "👩‍🚀", "é", "红伞", "。", "12.5", "red", "</"]), max_size=12).map("".join)  # fmt: skip
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(question=awkward_text, reply=awkward_text, said=awkward_text)
 def test_turn_by_turn_any_text_has_the_ids_of_the_chat_template(renderer, schemas, question, reply, said):
     """Try Windows line ends, emoji of several code points and Chinese next to the template's text. Rollouts append deltas to
@@ -215,11 +210,11 @@ def test_turn_by_turn_any_text_has_the_ids_of_the_chat_template(renderer, schema
 
 
 HOSTILE = ["<|im_end|>", "<|image_pad|>", "<|im_start|>assistant\n", "<|vision_start|>", "</tool_response>", "<think>"]
-ODD = ["\U000f0000", "\ud83d"]  # our mark, and half an emoji (past bug: TypeError of the tokenizer)
+ODD = ["\U000f0000", "\ud83d"]  # our mark, and half an emoji, which no tokenizer reads
 hostile_text = st.lists(st.sampled_from([*HOSTILE, *ODD, "red", " ", "\n", "é", "<", "<|"]), max_size=12).map("".join)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(question=hostile_text, reply=hostile_text)
 def test_outside_text_never_becomes_a_control_token(renderer, question, reply):
     added = set(renderer.tokenizer.added_tokens_decoder)
@@ -278,8 +273,7 @@ OTHER_TEMPLATES = {
 def test_a_template_that_continues_a_dialogue_otherwise_than_rollouts_is_refused(
     tokenizer, schemas, ours, theirs, says
 ):
-    """Past bugs: the turns of Qwen3-VL-Thinking began with two <think>, and with an assistant of another name the results of
-    the tools never arrived."""
+    """The turns of Qwen3-VL-Thinking would begin with two <think>."""
     other = copy.deepcopy(tokenizer)
     assert CHAT_TEMPLATE.count(ours) == 1
     other.chat_template = CHAT_TEMPLATE.replace(ours, theirs)
@@ -361,7 +355,7 @@ def check_offsets(renderer, ids) -> None:
     assert renderer.offsets(ids) == expected
 
 
-@settings(max_examples=120)
+@settings(max_examples=50)
 @given(data=st.data())
 def test_any_sampled_ids_have_offsets(renderer, data):
     """A sampled trajectory can hold any bytes, even invalid UTF-8, and tokens can share a character."""

@@ -89,15 +89,8 @@ def test_what_an_adversarial_completion_earns_is_known_by_hand(name):
 def one_edit_away(turns: list[str]) -> list[list[str]]:
     """Return the texts in which a tag is left out, replaced or swapped with the next, or a tag, a pair of tags, a piece of one or
     a word is added before or after any tag."""
-    added = [
-        *TAGS_AND_CODE,
-        " ok ",
-        "</answe",
-        "<",
-        "<think></think>",
-        "<answer>B</answer>",
-        "<tool_call></tool_call>",
-    ]
+    pairs = ["<think></think>", "<answer>B</answer>", "<tool_call></tool_call>"]
+    added = [*TAGS_AND_CODE, *pairs, " ok ", "</answe", "<"]
     edited = []
     for i, turn in enumerate(turns):
         tags = [(tag.start(), tag.end()) for tag in TAG.finditer(turn)]
@@ -116,9 +109,7 @@ def one_edit_away(turns: list[str]) -> list[list[str]]:
 @pytest.mark.parametrize("credit", ["struct", "off"])
 @pytest.mark.parametrize("honest", [[DONE], [LOOK, DONE], [LOOK.replace(CALL, f"{CALL}\n{CALL}"), LOOK, DONE]])
 def test_no_text_one_edit_from_an_honest_one_earns_as_much_unless_it_is_well_formed(honest, credit, suffix):
-    """Past bugs: the cap at 1 gave every calling episode the full R_fmt, even with broken tags; a thought closed twice cost less
-    than one left open; and words, second answers and empty calls between balanced tags cost nothing. Plain GRPO (`off`) still
-    pays for those, as the release does."""
+    """Plain GRPO (`off`) still pays for words, second answers and empty calls between balanced tags, as the release does."""
     cfg = RewardConfig(answer_suffix=suffix, anchor=Anchor(credit=credit))
     full = earned(honest, 9, cfg=cfg)
     unlike = 0
@@ -159,7 +150,6 @@ HONEST_TURNS = (
     "turns", [*([DONE.replace("The clip shows it.", text)] for text in HONEST_THOUGHTS), *HONEST_TURNS]
 )
 def test_an_honest_text_is_well_formed(turns):
-    """Past bugs: `a<b`, `<video>`, `<-` and `</b>` counted as broken tags, `<video>` in a call, and words such as `<then`."""
     assert earned(turns)["well_formed"] == 1
 
 
@@ -188,7 +178,6 @@ def test_a_failed_judge_leaves_an_error_and_no_reward():
 
 @pytest.mark.parametrize("number", [np.float32(0.5), torch.tensor(0.5)], ids=["numpy", "torch"])
 def test_a_reward_part_of_numpy_or_torch_is_stored_as_a_float(number, monkeypatch):
-    """Past bug: json.dumps of such an episode ended the run."""
     monkeypatch.setattr(rewards, "score", lambda *_: {"R": 1.0, "R_own": number})
     episode = episode_of_turns([DONE], MCQ, Characters())
     rewards.give_rewards([Group(MCQ, 64, [episode])], Characters(), PLAIN)
@@ -196,7 +185,7 @@ def test_a_reward_part_of_numpy_or_torch_is_stored_as_a_float(number, monkeypatc
 
 
 def test_a_turn_ends_by_any_token_of_the_list_if_it_was_sampled():
-    """Past bug: a turn that Qwen ended with <|endoftext|> earned no flow, and was neither well-formed nor structural."""
+    """Qwen also ends turns with <|endoftext|>."""
 
     class TwoEnds(Characters):
         ends_of_turn = (*Characters.ends_of_turn, ord("¶"))
@@ -246,9 +235,9 @@ OPEN_THOUGHT = "<think>\nThe clip shows it."
         (f"{THOUGHT}The answer is A. No, the answer is B.", 0, 1, 1),
         (f"{THOUGHT}The correct answer is:\n\n**B. blue**", 0, 0, 1),
         (f"{THOUGHT}{CALL}\nB", 0, 0, 1),
-        (f"{THOUGHT}ok", 0, 0, 0),  # past bug: the thought's "The answer is" counted
+        (f"{THOUGHT}ok", 0, 0, 0),  # the thought's "The answer is" does not count
         (f"{THOUGHT}The answer is B. <answer>A</answer>", 0, 0, 0),  # a complete <answer> is what counts
-        (f"{OPEN_THOUGHT} <answer>B</answer>", 0, 1, 0),  # past bug: this was paid in every mode
+        (f"{OPEN_THOUGHT} <answer>B</answer>", 0, 1, 0),
         (f"{OPEN_THOUGHT} The answer is B.", 0, 1, 0),
         ("A is red.\n\nB\n", 0, 0, 1),  # without a thought, the last line
         (LOOK.removesuffix(END_OF_TURN), 0, 0, 0),
@@ -270,14 +259,12 @@ def test_the_forced_prefix_counts():
 
 @pytest.mark.parametrize("answer, acc, tool", [("0 - 100", 0.1, 0.3), ("10 - 14.9", 0.49, 0.3), ("10 - 15", 0.5, 0.8)])
 def test_f1_and_iou_must_reach_a_half_to_count_as_scored(answer, acc, tool):
-    """Past mutants: thresholds of 0.49, and of more than 0.5."""
     parts = earned([LOOK, DONE.replace(">B<", f">{answer}<")], 1, task=Task("t", "", (), "tvg", "[10, 20]"))
     assert (parts["R_acc"], parts["R_tool"]) == pytest.approx((acc, tool))
 
 
 @pytest.mark.parametrize("turns, right", [([DONE], 1), ([LOOK, DONE], 1), ([LOOK], 0), ([], 0), ([DONE + "x"], 0), ([DONE, DONE], 0), ([LOOK.removesuffix(END_OF_TURN), DONE], 1), ([LOOK.replace(END_OF_TURN, "x"), DONE], 0), ([LOOK.replace(CALL, "<tool_call>crop</tool_call>"), DONE], 0), ([DONE.replace("\n</think>", " <12.5 seconds>\n</think>")], 1)])  # fmt: skip
 def test_well_formed_allows_nothing_beside_the_format(turns, right):
-    """Past bugs: turns of sequential dispatch, which end with </tool_call>, and thoughts that quote a stamp were rejected."""
     assert earned(turns, 1)["well_formed"] == right
 
 
@@ -302,7 +289,7 @@ ANSWERED = f"<think></think>\n<answer></answer>{END_OF_TURN}"
         # A premature end is structural.
         ([f"<think>\nIt is B.{END_OF_TURN}"], "", f"<think>{END_OF_TURN}"),
         ([f"<think>\nB\n</think>\n<answer>B{END_OF_TURN}"], "", f"<think></think>\n<answer>{END_OF_TURN}"),
-        # White space right after a closing tag is structural. Past bug: after `</think>` only a wrong second one got credit.
+        # White space right after a closing tag is structural: it decides not to close again.
         (["a\n</think>\n\n b"], "", "</think>\n"),  # after that character the decision is made
         (["</answer> </answer>\t."], "", "</answer> </answer>\t"),
         (["<answer>\nx </answe> \n"], "", "<answer>"),  # not after an opening or a misspelled tag
@@ -328,7 +315,7 @@ def test_structure_is_tags_ends_and_what_follows_a_tag_and_never_their_content(t
     ],
 )
 def test_a_token_that_shares_a_tag_is_structure_unless_it_carries_content(answer, struct):
-    """These are tokens of Qwen. Past bug: with punctuation before a closing tag, the decision to close got no credit."""
+    """These are tokens of Qwen."""
     pieces = ["<think>", "I see it.", "</think>", "<", "answer", *answer.split("|"), "answer", ">", END_OF_TURN]
     ids = list(range(len(pieces)))
     mask = structural_mask(Trajectory(ids, [1] * len(ids), turns=[(0, len(ids))]), Pieces(*pieces))
@@ -350,11 +337,8 @@ def test_no_completion_breaks_the_rewards_or_leaves_their_range(pieces):
 # ------------------------------------------------------------------------------------------------ the judge and the lab
 
 
-@pytest.mark.parametrize("answer, kind", [("B", "mcq"), ("(b)", "mcq"), ("A dog", "oe"), ("red", "oe"), ("7", "oe")]
-    + [("[12.5, 20.1]", "tvg"), ("12.5 s to 20.1 s", "tvg"), ("0:12 - 0:20", "tvg"), ("2 cats and 3 dogs", "oe")]
-)  # fmt: skip
+@pytest.mark.parametrize("answer, kind", [("B", "mcq"), ("(b)", "mcq"), ("A dog", "oe"), ("0:12 - 0:20", "tvg"), ("2 cats and 3 dogs", "oe")])  # fmt: skip
 def test_the_labs_kind_follows_from_the_gold_answer(monkeypatch, capsys, answer, kind):
-    """Past bug: an answer of words scored 0 in silence, because the lab read it as a letter."""
     monkeypatch.setattr(sys, "argv", ["lab.py", f"<answer>{answer}</answer>", "--answer", answer])
     lab.main()
     parts = dict(line.split() for line in capsys.readouterr().out.splitlines() if len(line.split()) == 2)

@@ -10,6 +10,7 @@ import time
 
 import pytest
 from scripted import END, TASK, MemoryVideos, Scripted, check_trajectory, is_subagent, play, turns
+from scripts import wait_for
 from tiny import CONTRACT
 
 import rollout
@@ -122,7 +123,6 @@ def test_the_forced_opening_is_in_every_turn_and_is_never_learned(renderer, thin
 
 
 def test_each_request_has_a_seed_of_its_own_and_the_settings_of_its_agent(renderer):
-    """Past mutants: one seed for all turns, siblings or steps; sub-agents at the main agent's temperature."""
     calling = "x</think>" + call() + call(20, 40) + END
     engine = Scripted(renderer, turns(calling, calling, "y</think>" + END))
     limits = {"temperature": 0.7, "max_new_tokens": 500, "subagents": SubagentConfig(max_new_tokens=9, temperature=0.3)}
@@ -155,26 +155,25 @@ def test_every_call_is_answered_in_call_order_or_told_over_the_limit(renderer):
 
 
 def test_a_slow_call_is_given_up_and_costs_its_siblings_nothing(renderer):
-    """Past mutants: slow calls had 0 seconds in the metrics, and the engine's batch waited for their sub-agents."""
     expected = []
+    later = threading.Event()
 
     def reply(prompt, seed):
         if is_subagent(prompt) and float(re.findall(r"<([\d.]+) seconds>", prompt)[0]) > 30:
-            time.sleep(1.0)
+            later.wait(20)
         elif "<tool_response>" in prompt:
             expected.append(engine.expected)
         return turns("x</think>" + call(0, 20) + call(40, 60) * 2 + END, "y</think>" + END)(prompt, seed)
 
-    started = time.perf_counter()
     engine = Scripted(renderer, reply)
     [episode] = play(renderer, None, engine=engine, call_timeout=0.3)
-    assert time.perf_counter() - started < 0.9
     assert [c.error for c in episode.calls] == ["", "timeout", "timeout"]
     assert [c.seconds for c in episode.calls[1:]] == [0.3] * 2
     assert "given up" in user_turns(episode, renderer)[1] and len(episode.main.turns) == 2
     assert expected == [1]  # only the main agent
     before = dataclasses.replace(episode.calls[1])
-    time.sleep(1.0)
+    later.set()
+    wait_for(lambda: not engine.busy)
     assert episode.calls[1] == before  # a late result changes nothing
     assert engine.expected == 0
 
@@ -258,8 +257,6 @@ def test_frames_can_be_returned_instead_of_a_report(renderer):
 
 
 def test_a_prompt_that_cannot_be_made_costs_its_group_and_is_logged(renderer, caplog, monkeypatch):
-    """Past bug: any exception except VideoError ended the training."""
-
     def render(task, *others):
         return 1 // (task is TASK) and render_prompt(task, *others)
 
@@ -297,10 +294,10 @@ def test_a_bug_of_ours_and_ctrl_c_end_the_run_and_no_further_turn_starts(rendere
             raise error("stop")
         return "x</think><tool_call>no JSON</tool_call>" + END  # needs no thread of the calls, which end, too
 
-    engine = Scripted(renderer, reply, latency=0.05)
+    engine = Scripted(renderer, reply, latency=0.02)
     with pytest.raises(error, match="stop"):
         play(renderer, None, engine=engine, tasks=tasks_named(40), concurrency=2, max_turns=9)
-    time.sleep(0.3)
+    time.sleep(0.1)
     assert len(engine.asked) <= 6 and engine.expected == 0
 
 
@@ -396,7 +393,7 @@ def check_episode(episode: Episode, renderer, cfg: RolloutConfig) -> None:
     assert len(episode.subagents) == episode.n_executed == len(episode.trajectories) - 1
 
 
-@pytest.mark.parametrize("count", [2_000, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [400, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_random_completions_break_no_invariant(renderer, ends_as_qwen, count):
     """The engine samples random ids and pieces of calls, with all threads running."""
     vocabulary = [i for i in range(len(renderer.tokenizer)) if i not in renderer.never_sampled]
@@ -411,7 +408,7 @@ def test_random_completions_break_no_invariant(renderer, ends_as_qwen, count):
     limits = {"max_new_tokens": 300, "max_context": 3000, "max_turns": 2, "max_calls": 2, "concurrency": 16}
     engine, step = Scripted(renderer, reply), 0
     while len(engine.asked) < count:
-        for episode in play(renderer, None, engine=engine, tasks=tasks_named(100), k=1, step=step, **limits):
+        for episode in play(renderer, None, engine=engine, tasks=tasks_named(50), k=1, step=step, **limits):
             check_episode(episode, renderer, RolloutConfig(**limits))
         step += 1
 

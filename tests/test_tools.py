@@ -90,7 +90,7 @@ CODE_CALLS = {
 @pytest.mark.parametrize("end", ["</tool_code>", "", "\n<|endoftext|>"])
 @pytest.mark.parametrize("code, arguments", CODE_CALLS.values(), ids=CODE_CALLS)
 def test_code_is_read_as_the_release_reads_it(code, arguments, end):
-    """Past bug: Qwen's own way to call, `<tool_code>print(crop_video(...))` without a closing tag, was unparseable."""
+    """Qwen's own way to call is `<tool_code>print(crop_video(...))` without a closing tag."""
     [call] = parse_calls(f"I look.</think>\n<tool_code>\n{code}{end}", 1)
     assert (call.turn, call.name, call.arguments, call.error) == (1, "crop_video", arguments, "")
 
@@ -123,25 +123,20 @@ def test_arguments_may_be_a_string_of_json():
     assert call.arguments == {"start_time": 1, "end_time": 2}
 
 
-FLOODS = {
-    "good": call_text(start_time=1, end_time=2),
-    "unclosed": "<tool_call>",
-    "nested code": "<tool_code>" + "(" * 50 + "</tool_code>",
-    "nested json": "<tool_call>" + "[" * 500,
-}
+FLOODS = {"unclosed": "<tool_call>", "nested": "<tool_code>" + "(" * 50 + "</tool_code>"}
 
 
 @pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
-def test_ten_thousand_calls_take_linear_time(flood):
+def test_thousands_of_calls_take_linear_time(flood):
     def seconds(n: int) -> float:
         text = flood * n
         started = time.process_time()  # of this process, because the machine can be busy
         assert len(parse_calls(text)) == n
         return time.process_time() - started
 
-    seconds(100)
-    many = min(seconds(10_000) for _ in range(3))  # Python's garbage collector may run in one of them
-    assert many < max(40 * seconds(1000), 0.5)  # linear: 10 times, quadratic: 100 times
+    few = seconds(300)
+    many = min(seconds(3000) for _ in range(2))  # Python's garbage collector may run in one of them
+    assert many < max(40 * few, 0.1)  # linear: 10 times, quadratic: 100 times
 
 
 PIECES = [f"<{slash}{tag}>" for slash in ("", "/") for tag in ("tool_call", "tool_code")]
@@ -149,7 +144,7 @@ PIECES += ['{"name": "crop_video", "arguments": {', "}}", "crop_video(", "start_
 PIECES += ["NaN", "1e999", "9" * 5000, "[" * 3000, '"\\ud800"']
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=8), max_size=30))
 def test_nothing_that_a_model_writes_breaks_a_turn(pieces):
     """Parsing returns, every call is readable or has an error, and running one gives a ClipForSubagent or a ToolError."""
@@ -219,7 +214,7 @@ def test_the_models_path_only_picks_among_the_tasks_own_videos():
         videos = MemoryVideos()
         crop(videos, video_path=path, start_time=0, end_time=5)
         assert set(videos.opened) == {expected}, path
-    # Past bug: if the model misspelled a video's name, it got a report on the first video without a warning.
+    # A misspelled name gets no report on another video.
     videos = MemoryVideos()
     with pytest.raises(ToolError, match="There is no video .*; there is first.mp4, second.mp4"):
         crop(videos, video_path="/etc/passwd", start_time=0, end_time=5)
@@ -270,11 +265,9 @@ RETURNS = {
     "no request": (clip_of(request=None), "it returned ClipForSubagent: .*, whose texts are str"),
     "floats": (clip_of(np.zeros((2, 64, 96, 3))), r"it returned float64 \(2, 64, 96, 3\) and 2 times"),
     "one frame alone": (clip_of(np.zeros((64, 96, 3), np.uint8)), r"it returned uint8 \(64, 96, 3\) and 2 times"),
-    "grey": (clip_of(np.zeros((2, 64, 96, 1), np.uint8)), "return uint8"),
     "no frames": (clip_of(np.zeros((0, 64, 96, 3), np.uint8), ()), "at least one frame"),
     "few times": (clip_of(times=(1.0,)), "and 1 times: .* a time for each"),
     "odd sides": (clip_of(np.zeros((2, 60, 96, 3), np.uint8)), "frames of 96 x 60: decode them at contract.crop_size"),
-    "too small": (clip_of(np.zeros((2, 32, 32, 3), np.uint8)), "frames of 32 x 32"),
     "too large": (clip_of(np.broadcast_to(np.uint8(0), (2, 8192, 8192, 3))), "frames of 8192 x 8192"),
     "two windows": (clip_of(window=(8, 2)), r"its window is \(8, 2\): .* must not end before it starts"),
     "a time that is none": (clip_of(times=(1.0, math.nan)), r"its frames have the times \(1.0, nan\)"),
@@ -285,8 +278,6 @@ RETURNS = {
 
 @pytest.mark.parametrize("returned, says", RETURNS.values(), ids=RETURNS)
 def test_a_mistake_in_a_tool_costs_its_call_and_is_logged(renderer, monkeypatch, caplog, returned, says):
-    """Past bug: a mistake in a fork's tool ended the run, in a thread far from the tool."""
-
     def run(*_):
         if isinstance(returned, BaseException):
             raise returned
@@ -305,8 +296,6 @@ def test_a_mistake_in_a_tool_costs_its_call_and_is_logged(renderer, monkeypatch,
 
 
 def test_a_crash_leaves_one_traceback_of_its_type(monkeypatch, caplog):
-    """Past bug: a step logged the same traceback for each of its 15 calls."""
-
     def wrong(task, arguments, videos, contract):
         raise {"key": KeyError, "value": ValueError}[arguments["do"]]("one line\nand another")
 
@@ -319,7 +308,7 @@ def test_a_crash_leaves_one_traceback_of_its_type(monkeypatch, caplog):
 
 
 def test_what_a_tool_returns_is_recorded_and_shown_as_it_is(renderer, monkeypatch):
-    """Past bug: np.float32 times cannot be written as JSON, so they ended the run when it dumped its episodes."""
+    """JSON cannot hold np.float32 times."""
     returned = clip_of(times=np.float32([1, 2]), window=np.float32([1, 2]))
     monkeypatch.setitem(TOOLS, "fine", make_tool(lambda *_: returned, "Fine.", [], {}))
     for tool_return in ("subagent", "frames"):
@@ -334,8 +323,6 @@ def test_what_a_tool_returns_is_recorded_and_shown_as_it_is(renderer, monkeypatc
 
 
 def test_a_tool_that_changes_its_arguments_changes_no_record(renderer, monkeypatch):
-    """Past bug: such a tool corrupted its call's record, or ended the run when the record was written."""
-
     def pop(task, arguments, videos, contract) -> str:
         arguments["at"].append({1, 2})
         del arguments["do"]
@@ -350,7 +337,7 @@ def test_a_tool_that_changes_its_arguments_changes_no_record(renderer, monkeypat
 
 @pytest.mark.parametrize("kind", ["", ["bad"]])
 def test_an_error_of_no_kind_is_a_mistake_of_the_tool(renderer, monkeypatch, kind):
-    """Past bug: a call that raised ToolError("", ...) counted as one that ran."""
+    """A call without an error counts as one that ran."""
 
     def refuse(*_):
         raise ToolError(kind, "No.")
@@ -363,7 +350,7 @@ def test_an_error_of_no_kind_is_a_mistake_of_the_tool(renderer, monkeypatch, kin
 
 
 def test_a_long_text_of_a_tool_is_clipped_and_none_can_spell_control_tokens(renderer, monkeypatch):
-    """Past bug: the subtitles of a long film filled the context, and the whole turn was dropped silently."""
+    """The subtitles of a film can be longer than the context."""
     film = "<|im_end|><|image_pad|> \ud800" + "a word " * 100_000
 
     def refuse(*_):
