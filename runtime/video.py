@@ -15,7 +15,7 @@ Images need no worker: Pillow reads them in the caller.
 Deliberately missing: audio, GPU decoding, URLs, subtitles, the choice of a frame's size (the caller's `size_rule`).
 """
 
-import math
+import contextlib
 import multiprocessing
 import os
 import queue
@@ -120,50 +120,57 @@ def _stamp(packet) -> int | None:
 
 def _probe(path: str) -> tuple:
     """Read the packets once. Return the fields of VideoInfo except the path."""
-    image = None  # the first picture
-    before = None  # the keyframe before the last one: (pts, dts)
-    latest = None  # the last keyframe
-    cut_off = None  # the stamp of the last packet if it is incomplete
-    packets: dict[int, tuple] = {}  # stamp -> (duration, pts of its keyframe, dts of its keyframe), in ticks
     container, stream = _open(path)
     with container:
-        for packet in container.demux(stream):
-            if image is None:  # decode one frame, since only a frame has the rotation
-                pictures = packet.decode()
-                if pictures:
-                    image = pictures[0]
-            stamp = _stamp(packet)
-            if stamp is None:
-                continue
-            if packet.is_keyframe:
-                before = latest
-                latest = (stamp, stamp if packet.dts is None else packet.dts)
-            # A frame is decoded from the last keyframe before it. A leading picture of an open GOP is shown before that
-            # keyframe and is decoded from the previous one.
-            key = latest
-            if latest is not None and stamp < latest[0]:
-                key = before
-            # The decoder never outputs frames that an edit list hides or that precede the first keyframe. Skip them.
-            if key is not None and not packet.is_discard:
-                packets.setdefault(stamp, (packet.duration or 0, *key))
-            cut_off = stamp if packet.is_corrupt else None
+        image, packets = _read_packets(container, stream)
         tick = stream.time_base
         aspect = stream.sample_aspect_ratio or 1
-    packets.pop(cut_off, None)  # the file ends in the middle of its last packet
     if image is None or not packets:
         raise ValueError("it has no frame that can be decoded and is shown")
-    stamps = sorted(packets)  # [N] in presentation order
-    last = packets[stamps[-1]][0] or np.median(np.diff(stamps, prepend=stamps[0]))
+
+    # The size as displayed.
     width = round(image.width * aspect)
     height = image.height
     if width < 1:
         raise ValueError(f"its pixel aspect ratio, {aspect}, leaves no width")
     if image.rotation % 180:
         width, height = height, width
-    table = np.array([(stamp, *packets[stamp][1:]) for stamp in stamps])  # [N, 3]
+
+    # The times, with the end of the last frame.
+    stamps = sorted(packets)  # [N] in presentation order
+    last = packets[stamps[-1]][0] or np.median(np.diff(stamps, prepend=stamps[0]))
     ticks = np.array([*stamps, stamps[-1] + int(last)]) - stamps[0]
     seconds = ticks * tick.numerator / tick.denominator  # [N + 1]
+    table = np.array([(stamp, *packets[stamp][1:]) for stamp in stamps])  # [N, 3]
     return width, height, seconds[:-1], float(seconds[-1]), table
+
+
+def _read_packets(container, stream) -> tuple:
+    """Return the first picture, and of each frame that is shown its stamp -> (duration, pts and dts of its keyframe), in ticks."""
+    image = None
+    previous = None  # the keyframe before the last one: (pts, dts)
+    keyframe = None  # the last keyframe
+    cut_off = None  # the stamp of the last packet if it is incomplete
+    packets: dict[int, tuple] = {}
+    for packet in container.demux(stream):
+        if image is None:  # decode one frame, since only a frame has the rotation
+            image = next(iter(packet.decode()), None)
+        stamp = _stamp(packet)
+        if stamp is None:
+            continue
+        if packet.is_keyframe:
+            previous = keyframe
+            keyframe = (stamp, stamp if packet.dts is None else packet.dts)
+        # A frame is decoded from the last keyframe before it. A leading picture of an open GOP is shown before that keyframe
+        # and is decoded from the previous one.
+        leading = keyframe is not None and stamp < keyframe[0]
+        decoded_from = previous if leading else keyframe
+        # The decoder never outputs frames that an edit list hides or that precede the first keyframe. Skip them.
+        if decoded_from is not None and not packet.is_discard:
+            packets.setdefault(stamp, (packet.duration or 0, *decoded_from))
+        cut_off = stamp if packet.is_corrupt else None
+    packets.pop(cut_off, None)  # the file ends in the middle of its last packet
+    return image, packets
 
 
 def _decode(path: str, rows: list[list[int]], size: tuple[int, int]) -> np.ndarray:
@@ -219,13 +226,17 @@ def _decode_from(container, stream, key: int | None, wanted: set[int], size: tup
             if image.is_corrupt:  # FFmpeg fills in what it cannot read, and later frames depend on that
                 raise ValueError(f"the frame at {image.time:.2f} s (clock of the file) is damaged")
             if image.pts in wanted:
-                turns = image.rotation // 90 % 4  # counter-clockwise
-                width, height = size[::-1] if turns % 2 else size
-                image = scaler.reformat(image, width, height, "rgb24", interpolation="BICUBIC")
-                pictures[image.pts] = np.rot90(image.to_ndarray(), turns)
+                pictures[image.pts] = _upright(image, size, scaler)
         if ended or len(pictures) == len(wanted):
             break
     return pictures
+
+
+def _upright(image, size: tuple[int, int], scaler) -> np.ndarray:
+    """Scale a picture, and turn it as the file says. Return [H, W, 3]."""
+    quarter_turns = image.rotation // 90 % 4  # counter-clockwise
+    width, height = size[::-1] if quarter_turns % 2 else size
+    return np.rot90(scaler.reformat(image, width, height, "rgb24", interpolation="BICUBIC").to_ndarray(), quarter_turns)
 
 
 def _serve(fd: int, timeout: float) -> None:
@@ -233,18 +244,16 @@ def _serve(fd: int, timeout: float) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     pipe = Connection(fd)
     verbs = {"probe": _probe, "decode": _decode}
-    try:
+    with contextlib.suppress(EOFError, OSError):  # the parent closed the pipe or ended
         while True:
             verb, *arguments = pipe.recv()
-            signal.alarm(math.ceil(timeout) + 1)  # ends a worker that hangs in C code after its parent has ended
+            signal.setitimer(signal.ITIMER_REAL, timeout)  # then SIGALRM ends this process, even inside C code
             try:
                 answer = True, verbs[verb](*arguments)
             except Exception as error:  # the process boundary: every decoding error becomes the parent's VideoError
                 answer = False, f"cannot be decoded ({type(error).__name__}: {error}); fetch it again or re-encode it"
+            signal.setitimer(signal.ITIMER_REAL, 0)
             pipe.send(answer)
-            signal.alarm(0)
-    except (EOFError, OSError):
-        pass  # the parent closed the pipe or ended
 
 
 # ---- the parent: workers, cache, quarantine ------------------------------------------------------------------------
@@ -255,7 +264,6 @@ class _Worker:
 
     def __init__(self, timeout: float):
         self.timeout = timeout
-        self.expired = False
         self.pipe, theirs = multiprocessing.Pipe()
         with theirs:
             command = [sys.executable, os.path.abspath(__file__), str(theirs.fileno()), str(timeout)]
@@ -263,25 +271,19 @@ class _Worker:
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=null, stdout=null)
 
     def request(self, message: tuple) -> tuple[bool, object]:
-        """Return (True, value) or (False, what is wrong with the file), always within the timeout."""
-        # Kill by a timer instead of polling the pipe: a worker can also stop halfway through its answer.
-        watchdog = threading.Timer(self.timeout, self._expire)
-        watchdog.start()
+        """Return (True, value) or (False, what is wrong with the file). The process ends if that takes too long."""
         try:
             self.pipe.send(message)
-            answer = self.pipe.recv()
+            return self.pipe.recv()
         except (EOFError, OSError):
-            answer = False, f"killed its decoder (exit code {self.stop()}); fetch it again or re-encode it"
-        watchdog.cancel()
-        watchdog.join()  # `expired` is final now, and no late kill can hit the next request
-        if self.expired:
-            self.stop()
+            code = self.stop()
+        if self.hung:
             return False, f"hung its decoder for {self.timeout:g} s; re-encode it"
-        return answer
+        return False, f"killed its decoder (exit code {code}); fetch it again or re-encode it"
 
-    def _expire(self) -> None:
-        self.expired = True
-        self.process.kill()
+    @property
+    def hung(self) -> bool:
+        return self.process.returncode == -signal.SIGALRM
 
     def stop(self) -> int:
         self.process.kill()  # does nothing to a process that is already gone
@@ -412,7 +414,7 @@ class Videos(AbstractContextManager):
             raise VideoError(path, "Videos is closed: close it after its users are done")
         if not good:
             # A file that only fails to `decode` is damaged in one place, and can be good elsewhere.
-            if verb == "probe" or worker.expired:
+            if verb == "probe" or worker.hung:
                 self._bad[identity] = value
             raise VideoError(path, value)
         return value

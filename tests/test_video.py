@@ -19,7 +19,7 @@ from PIL import Image
 from scripts import REPO, alive, wait_for
 
 from runtime import video
-from runtime.video import IMAGE_FORMATS, VideoError, Videos, uniform_indices, window_indices
+from runtime.video import VideoError, Videos, uniform_indices, window_indices
 
 WIDTH, HEIGHT = 96, 64
 # Without look-ahead, x264 always writes the same file. With it, the bits depend on the machine's load.
@@ -190,7 +190,11 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
+# The others differ from these in little, and take as long.
+RARE = {"long_gop.mp4", "intra_refresh.mp4", "vp9.webm", "matroska.mkv", "flash.flv", "upside_down.mp4"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in RARE else ()) for name in KINDS])
 def test_any_selection_equals_sequential_decoding(reader, tmp_path, name):
     """decord2 3.4.0 returns wrong frames without an error (HEVC with open GOPs, AVI, MPEG-TS). On a rotation by 90 degrees
     it fails or swaps rows and columns. It shifts the frames after hidden ones."""
@@ -202,7 +206,7 @@ def test_any_selection_equals_sequential_decoding(reader, tmp_path, name):
     np.testing.assert_allclose(info.times, times - times[0], atol=1e-6)
     assert (info.n_frames, info.height, info.width) == pixels.shape[:3]
     rng = np.random.default_rng(0)
-    selections = [range(info.n_frames), *(rng.choice(info.n_frames, size) for size in (1, 1, 1, 2, 5, 9))]  # any order
+    selections = [range(info.n_frames), *(rng.choice(info.n_frames, size) for size in (1, 2, 9))]  # any order
     for indices in map(list, selections):
         frames = reader.frames(path, indices, (info.width, info.height))
         assert (frames.pixels == pixels[indices]).all()
@@ -214,8 +218,7 @@ def test_any_selection_equals_sequential_decoding(reader, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["good.mp4", "av1.mp4"])
 def test_a_seek_finds_all_of_its_frames(tmp_path, monkeypatch, name):
-    """Past bug: with the skip flag, dav1d dropped wanted frames that it still held, so every selection of an AV1 file was
-    decoded again from the start."""
+    """A frame that the seek misses is found by decoding from the start, which takes long."""
     path = write(tmp_path / name, **KINDS.get(name, {}) | {"n": 300, "gop": 125})
     keys, decode_from = [], video._decode_from
     monkeypatch.setattr(video, "_decode_from", lambda *args: keys.append(args[2]) or decode_from(*args))
@@ -236,6 +239,7 @@ def test_duration_comes_from_the_packets_not_from_the_header(reader, tmp_path):
     assert reader.info(path).duration == pytest.approx(2.4) and reader.info(path).times[-1] == pytest.approx(2.36)
 
 
+@pytest.mark.slow
 def test_an_hour_costs_bounded_memory(tmp_path):
     stamps = list(range(0, 108_000, 30))
     path = write(tmp_path / "hour.mp4", n=3600, gop=250, options={"preset": "ultrafast"}, stamps=stamps)
@@ -296,7 +300,6 @@ def test_a_bad_file_is_a_clear_error_and_costs_nobody_else(reader, good, tmp_pat
 
 @pytest.mark.parametrize("name, flags", [("hevc.mp4", "faststart"), ("flash.flv", ""), ("mpeg4_b_frames.avi", "")])
 def test_a_file_that_ends_in_the_middle_of_a_frame_gives_all_frames_before(reader, tmp_path, name, flags):
-    """Past bug: its overviews failed, since the index included that frame, and the decoder dropped the frames it held."""
     path = write(tmp_path / name, **KINDS.get(name, {}) | {"n": 100, "flags": flags})
     clean, size = sequential(path)[0], path.stat().st_size
     for share in (0.9, 0.77, 0.65):
@@ -313,7 +316,7 @@ def test_damage_is_never_passed_off_as_frames(tmp_path):
     path = write(tmp_path / "rot.mp4", n=90, flags="faststart")
     data, errors = path.read_bytes(), 0
     with Videos(workers=1) as videos:
-        for seed in range(40):
+        for seed in range(20):
             rng, rotten = np.random.default_rng(seed), bytearray(data)
             for at in rng.integers(data.index(b"mdat") + 800, len(data), 3):
                 rotten[at] ^= int(rng.integers(1, 256))
@@ -322,11 +325,10 @@ def test_damage_is_never_passed_off_as_frames(tmp_path):
                 videos.overview(tmp_path / f"{seed}.mp4", 90, same_size)
             except VideoError:
                 errors += 1
-    assert errors >= 34
+    assert errors >= 17
 
 
 def test_damage_costs_the_frames_that_it_hits_and_no_others(tmp_path):
-    """Past bug: one crop of the damaged part quarantined the file."""
     path = bad_file("overwritten", tmp_path)
     with Videos(workers=1, cache_bytes=0) as videos:
         for _ in range(2):
@@ -359,22 +361,14 @@ def test_an_image_is_one_frame_without_a_time(reader, tmp_path):
     assert np.array_equal(frames.pixels, np.asarray(expected)[None]) and frames.times == (None,)
 
 
-def test_a_picture_is_read_by_its_own_decoder_and_never_by_another_program(tmp_path):
-    """Past bug: a PostScript file with an image's name started Ghostscript."""
-    with Videos(1) as reader:
-        for kind in IMAGE_FORMATS:
-            Image.fromarray(picture(5)).save(tmp_path / "a.png", kind)
-            assert reader.image(tmp_path / "a.png", same_size).pixels.shape == (1, HEIGHT, WIDTH, 3)
-        Image.fromarray(picture(5)).save(tmp_path / "b.png", "EPS")
-        with pytest.raises(VideoError, match="UnidentifiedImageError"):
-            reader.image(tmp_path / "b.png", same_size)
+def test_a_picture_starts_no_other_program(reader, tmp_path):
+    """Pillow starts Ghostscript for a PostScript file, whatever its name is."""
+    Image.fromarray(picture(5)).save(tmp_path / "b.png", "EPS")
+    with pytest.raises(VideoError, match="UnidentifiedImageError"):
+        reader.image(tmp_path / "b.png", same_size)
 
 
-def test_an_image_of_too_many_pixels_or_in_the_place_of_a_pipe_is_an_error_of_its_file(reader, tmp_path):
-    """Past bug: the trainer opened the pipe and waited forever."""
-    Image.new("1", (14_000, 14_000)).save(tmp_path / "large.png")
-    with pytest.raises(VideoError, match="large.png: cannot be decoded .DecompressionBombError"):
-        reader.image(tmp_path / "large.png", same_size)
+def test_a_pipe_in_the_place_of_an_image_is_an_error_of_its_file(reader, tmp_path):
     os.mkfifo(tmp_path / "pipe.png")
     with pytest.raises(VideoError, match="pipe.png: is not a regular file"):
         reader.image(tmp_path / "pipe.png", same_size)
@@ -383,22 +377,24 @@ def test_an_image_of_too_many_pixels_or_in_the_place_of_a_pipe_is_an_error_of_it
 # ---- workers that hang, crash, age and end -------------------------------------------------------------------------
 
 
-def test_a_hung_worker_is_killed_and_replaced_and_its_siblings_work_on(good, tmp_path):
-    other = write(tmp_path / "other.mp4")
-    with Videos(workers=2, timeout=5) as videos, ThreadPoolExecutor(1) as threads:
-        videos.info(good)
-        (victim,) = worker_pids(videos)
-        os.kill(victim, signal.SIGSTOP)
-        hung = threads.submit(videos.frames, good, [5], (32, 32))  # goes to the last used worker, the stopped one
+def test_a_worker_that_hangs_ends_and_is_replaced_and_its_siblings_work_on(good, tmp_path, fake_av, asked):
+    fake_av("import time\ndef open(path, options):\n    time.sleep(60 * path.endswith('hangs.mp4'))\n    1 / 0\n")
+    hangs = write(tmp_path / "hangs.mp4", n=1)
+    with Videos(workers=2, timeout=1) as videos, ThreadPoolExecutor(1) as threads:
+        hung = threads.submit(videos.info, hangs)
         wait_for(lambda: videos._idle.qsize() == 1)
-        assert number(videos.frames(other, [9], (WIDTH, HEIGHT)).pixels[0]) == 9
-        assert not hung.done()
-        with pytest.raises(VideoError, match=r"hung its decoder for 5 s"):
-            hung.result(timeout=8)
-        assert not alive(victim)
-        with pytest.raises(VideoError, match="hung its decoder"):  # quarantined, perhaps by the machine's fault
+        with pytest.raises(VideoError, match="ZeroDivisionError"):
             videos.info(good)
-        assert len(videos.overview(other, 4, same_size)) == 4 and victim not in worker_pids(videos)
+        pids = worker_pids(videos)
+        with pytest.raises(VideoError, match="hung its decoder for 1 s"):
+            hung.result()
+        assert sum(map(alive, pids)) == 1
+        with pytest.raises(VideoError, match="hung its decoder"):  # quarantined
+            videos.info(hangs)
+        assert len(asked) == 2
+        with pytest.raises(VideoError, match="ZeroDivisionError"):
+            videos.info(write(tmp_path / "next.mp4", n=1))
+        assert len(asked) == 3
 
 
 def test_a_crash_costs_one_request_and_a_file_that_cannot_be_indexed_is_not_tried_again(good, fake_av, asked):
@@ -410,18 +406,10 @@ def test_a_crash_costs_one_request_and_a_file_that_cannot_be_indexed_is_not_trie
     assert asked == ["probe"]
 
 
-def test_a_worker_that_stops_in_the_middle_of_its_answer_is_killed(good, fake_av):
-    half = "os.write(int(sys.argv[2]), b'\\0\\0\\x10\\0' + b'x' * 100)"  # announces 4096 bytes
-    fake_av(f"import os, sys, time\ndef open(path, options):\n    {half}\n    time.sleep(60)\n")
-    with Videos(workers=1, timeout=1) as videos, pytest.raises(VideoError, match="hung its decoder for 1 s"):
-        videos.info(good)
-
-
 def test_workers_that_die_while_idle_cost_no_file_and_leave_no_descriptors(good):
-    """Past bug: many kills used up 99 descriptors, since only the garbage collector closed the pipes."""
     with Videos(workers=1, cache_bytes=0) as videos:
         counts = set()
-        for i in range(6):
+        for i in range(3):
             videos.frames(good, [i], (32, 32))
             counts.add(len(os.listdir("/proc/self/fd")))
             (worker,) = videos._workers
@@ -460,9 +448,9 @@ KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 HANG = "threading.Thread(target=videos.info, args=sys.argv[1:], daemon=True).start(); time.sleep(0.5); "
 
 
-@pytest.mark.parametrize("end", ["pass", KILL, HANG + KILL])
+@pytest.mark.parametrize("end", [KILL, HANG + KILL])
 def test_no_worker_outlives_its_parent(good, fake_av, end):
-    """A worker that hangs in C code does not notice that its pipe is closed. An alarm ends it."""
+    """A worker that hangs in C code does not notice that its pipe is closed."""
     fake_av("import time\ndef open(path, options):\n    time.sleep(60)\n")
     command = [sys.executable, "-c", LIFE.format(end=end), good]
     output = subprocess.run(command, stdout=subprocess.PIPE, cwd=REPO).stdout
@@ -474,14 +462,14 @@ def test_no_worker_outlives_its_parent(good, fake_av, end):
 
 def test_threads_share_decodes_errors_and_frames_nobody_can_change(good, tmp_path, asked):
     bad = bad_file("text", tmp_path)
-    asks = [([i % 11, 20 + i % 7, 59], (WIDTH, HEIGHT) if i % 3 else (48, 32)) for i in range(200)]
+    asks = [([i % 11, 20 + i % 7, 59], (WIDTH, HEIGHT) if i % 3 else (48, 32)) for i in range(100)]
     with Videos(workers=2) as many, Videos(workers=1, cache_bytes=0) as one:
         with ThreadPoolExecutor(12) as threads:
             got = list(threads.map(lambda ask: many.frames(good, *ask), asks))
             errors = [future.exception() for future in [threads.submit(many.info, bad) for _ in range(8)]]
-        assert asked.count("decode") == len({(tuple(indices), size) for indices, size in asks}) < 200
+        assert asked.count("decode") == len({(tuple(indices), size) for indices, size in asks}) < 100
         assert asked.count("probe") < 6
-        for ask, frames in zip(asks[:60], got):
+        for ask, frames in zip(asks[:12], got):
             alone = one.frames(good, *ask)
             assert (frames.pixels == alone.pixels).all() and frames.times == alone.times
         assert all(isinstance(error, VideoError) for error in errors)
