@@ -17,7 +17,6 @@ Deliberately missing: batches that are more than one update old, elastic trainin
 """
 
 import contextlib
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -273,14 +272,7 @@ class Sampler:
         if step + 1 < cfg.steps:
             self.decoding.submit(self.look_ahead, *self.draw(step + 1))
 
-        context = AgentContext(
-            self.engine,
-            self.renderer,
-            self.videos,
-            cfg.rollout,
-            stopped=self.stopped,
-            progress=rank() == 0 and sys.stderr.isatty(),
-        )
+        context = AgentContext(self.engine, self.renderer, self.videos, cfg.rollout, stopped=self.stopped)
         groups = rollout(context, tasks, ks, cfg.grpo.group_size, cfg.seed, step)
 
         # If a prompt cannot be rendered, its row is a bad row.

@@ -23,18 +23,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
-
-from tqdm import tqdm
 
 from episode import Call, Episode, Group, Task, Trajectory
 from runtime.calls import parse_calls
 from runtime.config import refuse_below_1, suggest
 from runtime.dataset import RowError, row_errors
 from runtime.engine import Engine, EngineConfig, EngineError, run_all
-from runtime.render import NO_REPORT, THINK_PREFIX, Rendered, Renderer
+from runtime.render import NO_REPORT, Rendered, Renderer
 from runtime.video import Clip, VideoError, Videos
 from runtime.visual import ContractError, VisualContract
 from tools import TOOLS, ClipForSubagent, ToolError, run_tool, schemas_of
@@ -124,8 +122,7 @@ class AgentContext:
     observe: Callable[[str, Any], None] = lambda event, what: None
     """Receives each event as it happens: ("turn", its text), ("clip", the Call), ("report", the Call). `ask` prints them."""
     stopped: threading.Event = field(default_factory=threading.Event)
-    progress: bool = False
-    """Whether a bar shows how many episodes have ended."""
+    """Once it is set, no agent starts another turn."""
 
 
 class Stopped(Exception):
@@ -229,10 +226,10 @@ def sample_main_turn(context: AgentContext, main: Trajectory, seed: int) -> str:
     cfg, renderer = context.cfg, context.renderer
     start = len(main.ids)
     if cfg.think_prefix:
-        _extend(main, renderer.encode(THINK_PREFIX))
+        _extend(main, renderer.think_prefix)
     stop = renderer.ends_of_turn
     if cfg.dispatch == "sequential":
-        stop += (renderer.tokenizer.convert_tokens_to_ids("</tool_call>"),)
+        stop += (renderer.end_of_call,)
     sample_turn(context, main, cfg.max_new_tokens, cfg.temperature, seed, stop)
     main.turns.append((start, len(main.ids)))
     return renderer.decode(main.ids[start:])
@@ -356,42 +353,38 @@ def rollout(
     step: int = 0,
 ) -> list[Group]:
     """Run G episodes per task, at most `concurrency` at once. With the model in this process, the same seed and step give the
-    same tokens. (SGLang ignores seeds without --enable-deterministic-inference.) Once the context is `stopped`, no agent starts
-    another turn."""
+    same tokens. (SGLang ignores seeds without --enable-deterministic-inference.)"""
     groups = [Group(task, k, []) for task, k in zip(tasks, ks, strict=True)]
-    bar = tqdm(total=len(tasks) * group_size, desc="rollout", unit="episode", disable=not context.progress, leave=False)
     preparing = ThreadPoolExecutor(8, "prompt")
-    prompt_futures = []  # by task
-
-    def prepare(group: Group) -> Rendered:
-        with row_errors():  # any exception becomes a RowError
-            return render_prompt(group.task, group.k, context)
-
-    def run_one(i: int, g: int) -> Episode:
-        """Run episode g of group i."""
-        task, k = groups[i].task, groups[i].k
-        episode_seed = derive_seed(seed, step, task.id, g)
-        try:
-            prompt = prompt_futures[i].result()
-        except RowError as error:  # without a prompt, every episode of the group fails
-            kind = "VideoError" if isinstance(error.__cause__, VideoError) else "RowError"
-            episode = Episode(task, k, Trajectory(), seed=episode_seed, error_kind=kind, error_text=str(error))
-        else:
-            episode = run_episode(context, task, k, prompt, episode_seed)
-        bar.update()
-        return episode
-
-    jobs = {(i, g): functools.partial(run_one, i, g) for i in range(len(tasks)) for g in range(group_size)}
+    jobs = {}
     try:
-        for group in groups:  # render each group's prompt once, ahead of its episodes
-            prompt_futures.append(preparing.submit(prepare, group))
+        for i, group in enumerate(groups):
+            # Render the group's prompt once, ahead of its episodes.
+            prompt = preparing.submit(prepare_prompt, context, group)
+            for g in range(group_size):
+                episode_seed = derive_seed(seed, step, group.task.id, g)
+                jobs[i, g] = functools.partial(run_one, context, group, prompt, episode_seed)
         episodes = run_all(context.engine, jobs, context.cfg.concurrency)
     except BaseException:
-        context.stopped.set()  # no agent starts another turn
+        context.stopped.set()
         raise
     finally:
-        bar.close()
         preparing.shutdown(wait=False, cancel_futures=True)
     for (i, _), episode in episodes.items():
         groups[i].episodes.append(episode)
     return groups
+
+
+def prepare_prompt(context: AgentContext, group: Group) -> Rendered:
+    with row_errors():  # any exception becomes a RowError
+        return render_prompt(group.task, group.k, context)
+
+
+def run_one(context: AgentContext, group: Group, prompt: Future[Rendered], seed: int) -> Episode:
+    """Run one episode of a group. Without a prompt, every episode of the group fails."""
+    try:
+        rendered = prompt.result()
+    except RowError as error:
+        kind = "VideoError" if isinstance(error.__cause__, VideoError) else "RowError"
+        return Episode(group.task, group.k, Trajectory(), seed=seed, error_kind=kind, error_text=str(error))
+    return run_episode(context, group.task, group.k, rendered, seed)

@@ -100,8 +100,11 @@ class Renderer:
         self._special = _any_of([token.content for token in added if token.special])
         self.image_pad = tokenizer.convert_tokens_to_ids(IMAGE_PAD)
         self.end_of_turn = tokenizer.convert_tokens_to_ids(END_OF_TURN)
+        self.end_of_call = tokenizer.convert_tokens_to_ids("</tool_call>")
+        self.think_prefix = self.encode(THINK_PREFIX)
         self._byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
-        self.ends_of_turn = self._read_ends_of_turn()  # <|im_end|> first, then the checkpoint's others
+        others = [token for token in ends_of_turn_in(Path(tokenizer.name_or_path)) if token != self.end_of_turn]
+        self.ends_of_turn = (self.end_of_turn, *others)
         self.never_sampled = [i for i in tokenizer.convert_tokens_to_ids(list(NEVER_SAMPLED)) if i is not None]
 
     def render(self, messages: list[dict], tools: list[dict] | None = None, generate: bool = False) -> Rendered:
@@ -125,68 +128,6 @@ class Renderer:
         text, clips = self._text(messages, None, generate=True)
         ids = self.encode(text.partition(_ASSISTANT + END_OF_TURN)[2])
         return self._expand(ids, [0] * len(ids), clips)
-
-    def encode(self, text: str) -> list[int]:
-        """Tokenise our own text. Control tokens in it are live, except those that `inert` has cut."""
-        ids = []
-        for piece in text.split(_CUT):
-            ids += self._plain.encode(piece, add_special_tokens=False).ids
-        return ids
-
-    def inert(self, text: str, role: str = "user") -> str:
-        """Cut every control token and every tag that `text` spells, so that `encode` sees ordinary characters. An assistant's text keeps
-        its tags (`<think>`, ...), which are not special tokens, but it cannot end its turn."""
-        pattern = self._special if role == "assistant" else self._control
-        text = _REMOVED.sub("", text)
-        return pattern.sub(lambda match: f"{_CUT}{match[0][0]}{_CUT}{match[0][1:]}{_CUT}", text)
-
-    def decode(self, ids: list[int]) -> str:
-        """Return exactly the text of the ids, control tokens included."""
-        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-
-    def readable(self, ids: list[int]) -> str:
-        """Return the text of the ids with one image pad per image."""
-        return self.decode(self.compact(ids))
-
-    def offsets(self, ids: list[int]) -> list[tuple[int, int]]:
-        """Return each token's span [start, end) in `decode(ids)`. If tokens share a character of several bytes, their spans
-        overlap. Bytes that are not UTF-8 decode to U+FFFD."""
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        complete = 0  # characters that the bytes so far have completed
-
-        def read(part: bytes) -> int:
-            """Read more bytes. Return how many characters have begun so far."""
-            nonlocal complete
-            complete += len(decoder.decode(part))
-            return complete + len(decoder.getstate()[0].decode("utf-8", "replace"))
-
-        spans = []
-        for piece in self.tokenizer.convert_ids_to_tokens(ids):
-            piece = piece or ""  # rows of the embedding without a token have no text
-            try:
-                data = bytes([self._byte_of[character] for character in piece])
-            except KeyError:  # an added token, which may hold any characters
-                data = piece.encode()
-            start = read(data[:1])
-            if data:
-                start -= 1  # the first byte belongs to the last character that has begun
-            spans.append((start, read(data[1:])))
-        return spans
-
-    def _read_ends_of_turn(self) -> tuple[int, ...]:
-        config = read_json(Path(self.tokenizer.name_or_path) / "generation_config.json") or {}
-        ends = config.get("eos_token_id", [])
-        if isinstance(ends, int):
-            ends = [ends]
-        return (self.end_of_turn, *(token for token in ends if token != self.end_of_turn))
-
-    def compact(self, ids: list[int]) -> list[int]:
-        """Keep one image pad per image, as SGLang expects (it expands them again)."""
-        kept = []
-        for i, token in enumerate(ids):
-            if token != self.image_pad or i == 0 or ids[i - 1] != self.image_pad:
-                kept.append(token)
-        return kept
 
     def _text(self, messages: list[dict], tools: list[dict] | None, generate: bool) -> tuple[str, list[Clip]]:
         """Return the chat template's text of the conversation, with one image pad per frame, and its clips."""
@@ -227,6 +168,65 @@ class Renderer:
         repeat = np.ones(len(ids), int)
         repeat[pads] = sizes
         return Rendered(np.repeat(ids, repeat).tolist(), np.repeat(mask, repeat).tolist(), clips)
+
+    def encode(self, text: str) -> list[int]:
+        """Tokenise our own text. Control tokens in it are live, except those that `inert` has cut."""
+        ids = []
+        for piece in text.split(_CUT):
+            ids += self._plain.encode(piece, add_special_tokens=False).ids
+        return ids
+
+    def inert(self, text: str, role: str = "user") -> str:
+        """Cut every control token and every tag that `text` spells, so that `encode` sees ordinary characters. An assistant's text keeps
+        its tags (`<think>`, ...), which are not special tokens, but it cannot end its turn."""
+        pattern = self._special if role == "assistant" else self._control
+        text = _REMOVED.sub("", text)
+        return pattern.sub(lambda match: f"{_CUT}{match[0][0]}{_CUT}{match[0][1:]}{_CUT}", text)
+
+    def decode(self, ids: list[int]) -> str:
+        """Return exactly the text of the ids, control tokens included."""
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def readable(self, ids: list[int]) -> str:
+        """Return the text of the ids with one image pad per image."""
+        return self.decode(self.compact(ids))
+
+    def compact(self, ids: list[int]) -> list[int]:
+        """Keep one image pad per image, as SGLang expects (it expands them again)."""
+        kept = []
+        for i, token in enumerate(ids):
+            if token != self.image_pad or i == 0 or ids[i - 1] != self.image_pad:
+                kept.append(token)
+        return kept
+
+    def offsets(self, ids: list[int]) -> list[tuple[int, int]]:
+        """Return each token's span [start, end) in `decode(ids)`. If tokens share a character of several bytes, their spans
+        overlap. Bytes that are not UTF-8 decode to U+FFFD."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        complete = 0  # characters that the bytes so far have completed
+        begun = 0  # ... and have begun
+        spans = []
+        for piece in self.tokenizer.convert_ids_to_tokens(ids):
+            piece = piece or ""  # rows of the embedding without a token have no text
+            try:
+                data = bytes([self._byte_of[character] for character in piece])
+            except KeyError:  # an added token, which may hold any characters
+                data = piece.encode()
+            start = begun
+            for i in range(len(data)):
+                complete += len(decoder.decode(data[i : i + 1]))
+                begun = complete + bool(decoder.getstate()[0])  # it holds the bytes of an incomplete character
+                if i == 0:
+                    start = begun - 1  # the first byte belongs to the last character that has begun
+            spans.append((start, begun))
+        return spans
+
+
+def ends_of_turn_in(checkpoint: Path) -> list[int]:
+    """Return the tokens that a checkpoint lets end a turn."""
+    config = read_json(checkpoint / "generation_config.json") or {}
+    ends = config.get("eos_token_id", [])
+    return [ends] if isinstance(ends, int) else ends
 
 
 def _any_of(tokens: list[str]) -> re.Pattern:

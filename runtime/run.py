@@ -28,7 +28,6 @@ import yaml
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from tqdm import tqdm
 
 from runtime.checkpoints import export, load_state, save_state, weights_digest
 from runtime.config import refuse_below_1
@@ -204,8 +203,7 @@ class Run:
         lr = learning_rate(self.cfg.optim, step, self.cfg.steps)
         measured = measured | {"bad_steps": bad_steps, "peak_memory_gib": peak_memory(), "lr": lr}
         if rank() == 0:
-            with tqdm.external_write_mode():  # the next batch's progress bar may be on the screen
-                self.metrics.write(step, measured)
+            self.metrics.write(step, measured)
 
     def save(self, step: int) -> None:
         """Write a model every `export_every` steps, and a state every `save_every`."""
