@@ -40,6 +40,8 @@ FORMAT_WEIGHTS = {
     False: {"think": 0.3, "answer": 0.2 + 0.1, "think_before_call": 0.3},
     True: {"think": 0.2, "answer": 0.3 + 0.2, "think_before_call": 0.3},
 }
+CALL_JSON = re.compile(r"\s*\{.*\}\s*", re.S)
+Elements = list[str]  # the tags and texts of one turn, as split_turn returns them
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,7 @@ class RewardConfig:
 
 
 def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> dict[str, float]:
-    """Return all parts by name, or raise JudgeError. The metric f is R_fmt with lambda * R_anchor inside its cap (see
-    format_rewards)."""
+    """Return all parts by name, or raise JudgeError. f is a metric and no part of R: R_fmt with R_anchor inside its cap."""
     # Split the turns into tags and text. Tag spam scores 0.
     texts = turn_texts(episode.main, renderer)
     turns = [split_turn(text) for text in texts]
@@ -98,11 +99,15 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
     acc = accuracy(said, task.kind, task.answer, cfg.open_answer, judge and partial(judge, task.question))
     tool = tool_reward(episode, acc)
 
-    # Score the format.
-    anchor = anchor_reward(turns, cfg.anchor)
+    # Score the format. Without a call, R_fmt is at most 0.8.
+    # R_fmt = min(0.9, s)                     + 0.1 * [flawless]
+    # f     = min(0.9, s + lambda * R_anchor) + 0.1 * [flawless]
     tagged = bool(final_answer(texts))
     turns_that_called = {call.turn for call in episode.calls if not call.error}
-    fmt, f = format_rewards(turns, tagged, turns_that_called, cfg.anchor.lam * anchor, cfg)
+    s, flawless = format_terms(turns, tagged, turns_that_called, cfg)
+    anchor = anchor_reward(turns, cfg.anchor)
+    fmt = min(0.9, s) + 0.1 * flawless
+    f = min(0.9, s + cfg.anchor.lam * anchor) + 0.1 * flawless
     return {
         # R = R_acc + w_fmt * R_fmt + w_tool * R_tool
         "R": acc + cfg.w_fmt * fmt + cfg.w_tool * tool,
@@ -154,10 +159,81 @@ def turn_texts(trajectory: Trajectory, renderer: Renderer) -> list[str]:
     return texts
 
 
-# ------------------------------------------------------------------------------------------------ the elements of a turn
+# ------------------------------------------------------------------------------------------------ R_fmt, R_anchor, R_tool
 
-Elements = list[str]  # of one turn, as split_turn returns them
-CALL_JSON = re.compile(r"\s*\{.*\}\s*", re.S)
+
+def format_terms(
+    turns: list[Elements], tagged: bool, turns_that_called: set[int], cfg: RewardConfig
+) -> tuple[float, bool]:
+    """Return s, the weights that the turns earn, and whether they are flawless. `tagged`: the final answer is in <answer> tags.
+
+    The release computes min(1, s + 0.1 * [s > 0 and all tags balanced]). With calls, s alone can reach 1, and broken tags cost
+    nothing. Capping s at 0.9 gives well-formed text the same score, and any flaw costs 0.1."""
+    # s = w_think * [every turn thinks] + w_answer * [the final answer is tagged and not empty]
+    #     + w_think_before_call * [calls ran, and every turn with such a call thinks before its first call]
+    weights = FORMAT_WEIGHTS[cfg.answer_suffix]
+    thinks = bool(turns) and all(thought_ends(turn) for turn in turns)
+    thinks_before_calls = bool(turns_that_called) and all(thinks_before_call(turns[i]) for i in turns_that_called)
+    s = weights["think"] * thinks
+    s += weights["answer"] * tagged
+    s += weights["think_before_call"] * thinks_before_calls
+
+    # Text without a flaw is well formed. That needs a thought, which the release does not ask of plain GRPO. So under `off`,
+    # balanced tags suffice.
+    flawless = well_formed(turns)
+    if cfg.anchor.credit == "off":
+        flawless = s > 0 and all(tags_pair(turn, name) for turn in turns for name in TAG_LIMITS)
+    return s, flawless
+
+
+def thinks_before_call(turn: Elements) -> bool:
+    """Return whether the first thought ends before the first call begins."""
+    calls = [i for i, element in enumerate(turn) if element in ("<tool_call>", "<tool_code>")]
+    ends = thought_ends(turn)
+    return bool(calls and ends) and ends[0] < calls[0]
+
+
+def well_formed(turns: list[Elements]) -> bool:
+    """Return whether every turn is a thought and then calls, and the last one a thought, an answer and the end of the turn. Only
+    white space may stand between these parts.
+
+    A thought and an answer may contain any text, and a call any {...}, without TAGS_AND_CODE and TAG_PIECE. A thought may be
+    empty, an answer may not. A call need not run. A turn with calls needs no end of turn, because sequential dispatch stops at
+    </tool_call>."""
+    think = "<think>( text)? </think>"
+    calls = re.compile(f"{think}( <tool_call> json </tool_call>)+( end)?")
+    answer = re.compile(f"{think} <answer> text </answer> end")
+    shapes = [shape_of(turn) for turn in turns]
+    return bool(shapes) and all(map(calls.fullmatch, shapes[:-1])) and bool(answer.fullmatch(shapes[-1]))
+
+
+def anchor_reward(turns: list[Elements], anchor: Anchor) -> float:
+    # R_anchor = alpha * [closed] + beta * [flow] - gamma * [in some turn the think tags do not pair]
+    # closed: all think tags pair, and every turn has a thought.
+    # flow: closed, and the last turn ends with </think>, no other tag, <answer>text</answer> and the end of the turn.
+    # The paper subtracts gamma only for a <think> that is never closed. A surplus </think> would then be cheaper, and the policy
+    # learns to write it. So any unpaired think tag costs gamma.
+    paired = all(tags_pair(turn, "think") for turn in turns)
+    closed = bool(turns) and paired and all(thought_ends(turn) for turn in turns)
+    flow = closed and re.search(r"</think>( \w+)* <answer> text </answer> end$", shape_of(turns[-1])) is not None
+    return anchor.alpha * closed + anchor.beta * flow - anchor.gamma * (not paired)
+
+
+def tool_reward(episode: Episode, acc: float) -> float:
+    """Return R_tool. An answer scored by F1 or IoU is correct from 0.5 on. Above 0 even the answer "the whole video" would
+    be correct."""
+    # R_tool = 0.1 if a call parsed, or 0.3 if one ran
+    #        + 0.5 if one ran before the last turn, so its report could be read, and the answer is correct
+    parsed = any(call.error != "unparseable" for call in episode.calls)
+    if not episode.n_executed:
+        return 0.1 * parsed
+    answering = len(episode.main.turns) - 1
+    informed = any(call.turn < answering for call in episode.calls if not call.error)
+    correct = acc > 0 if episode.task.kind == "mcq" else acc >= 0.5
+    return 0.3 + 0.5 * (informed and correct)
+
+
+# ------------------------------------------------------------------------------------------------ the elements of a turn
 
 
 def split_turn(text: str) -> Elements:
@@ -216,84 +292,6 @@ def thought_ends(turn: Elements) -> list[int]:
 def is_spam(turns: list[Elements], name: str) -> bool:
     """Return whether a turn has more opening or more closing tags of this name than its limit."""
     return any(max(turn.count(f"<{name}>"), turn.count(f"</{name}>")) > TAG_LIMITS[name] for turn in turns)
-
-
-# ------------------------------------------------------------------------------------------------ R_fmt, R_anchor, R_tool
-
-
-def format_rewards(
-    turns: list[Elements], tagged: bool, turns_that_called: set[int], anchor_term: float, cfg: RewardConfig
-) -> tuple[float, float]:
-    """Return R_fmt and the metric f. `tagged`: the final answer is in <answer> tags. `anchor_term`: lambda * R_anchor."""
-    # s = w_think * [every turn thinks] + w_answer * [the final answer is tagged and not empty]
-    #     + w_think_before_call * [calls ran, and every turn with such a call thinks before its first call]
-    weights = FORMAT_WEIGHTS[cfg.answer_suffix]
-    thinks = bool(turns) and all(thought_ends(turn) for turn in turns)
-    thinks_before_calls = bool(turns_that_called) and all(thinks_before_call(turns[i]) for i in turns_that_called)
-    s = weights["think"] * thinks
-    s += weights["answer"] * tagged
-    s += weights["think_before_call"] * thinks_before_calls
-
-    # Text without a flaw is well formed. That needs a thought, which the release does not ask of plain GRPO. So under `off`,
-    # balanced tags suffice.
-    flawless = well_formed(turns)
-    if cfg.anchor.credit == "off":
-        flawless = s > 0 and all(tags_pair(turn, name) for turn in turns for name in TAG_LIMITS)
-    bonus = 0.1 * flawless
-
-    # f     = min(0.9, s + lambda * R_anchor) + 0.1 * [flawless]
-    # R_fmt = min(0.9, s)                     + 0.1 * [flawless]
-    # Without a call, R_fmt is at most 0.8.
-    # The release computes min(1, s + 0.1 * [s > 0 and all tags balanced]). With calls, s alone can reach 1, and broken tags cost
-    # nothing. Capping s at 0.9 gives well-formed text the same score, and any flaw costs 0.1.
-    return min(0.9, s) + bonus, min(0.9, s + anchor_term) + bonus
-
-
-def thinks_before_call(turn: Elements) -> bool:
-    """Return whether the first thought ends before the first call begins."""
-    calls = [i for i, element in enumerate(turn) if element in ("<tool_call>", "<tool_code>")]
-    ends = thought_ends(turn)
-    return bool(calls and ends) and ends[0] < calls[0]
-
-
-def well_formed(turns: list[Elements]) -> bool:
-    """Return whether every turn is a thought and then calls, and the last one a thought, an answer and the end of the turn. Only
-    white space may stand between these parts.
-
-    A thought and an answer may contain any text, and a call any {...}, without TAGS_AND_CODE and TAG_PIECE. A thought may be
-    empty, an answer may not. A call need not run. A turn with calls needs no end of turn, because sequential dispatch stops at
-    </tool_call>."""
-    think = "<think>( text)? </think>"
-    calls = re.compile(f"{think}( <tool_call> json </tool_call>)+( end)?")
-    answer = re.compile(f"{think} <answer> text </answer> end")
-    shapes = [shape_of(turn) for turn in turns]
-    return bool(shapes) and all(map(calls.fullmatch, shapes[:-1])) and bool(answer.fullmatch(shapes[-1]))
-
-
-def anchor_reward(turns: list[Elements], anchor: Anchor) -> float:
-    # R_anchor = alpha * [closed] + beta * [flow] - gamma * [in some turn the think tags do not pair]
-    # closed: all think tags pair, and every turn has a thought.
-    # flow: closed, and the last turn ends with </think>, no other tag, <answer>text</answer> and the end of the turn.
-    # The paper subtracts gamma only for a <think> that is never closed. A surplus </think> would then be cheaper, and the policy
-    # learns to write it. So any unpaired think tag costs gamma.
-    paired = all(tags_pair(turn, "think") for turn in turns)
-    closed = bool(turns) and paired and all(thought_ends(turn) for turn in turns)
-    flow = closed and re.search(r"</think>( \w+)* <answer> text </answer> end$", shape_of(turns[-1])) is not None
-    return anchor.alpha * closed + anchor.beta * flow - anchor.gamma * (not paired)
-
-
-def tool_reward(episode: Episode, acc: float) -> float:
-    """Return R_tool. An answer scored by F1 or IoU is correct from 0.5 on. Above 0 even the answer "the whole video" would
-    be correct."""
-    # R_tool = 0.1 if a call parsed, or 0.3 if one ran
-    #        + 0.5 if one ran before the last turn, so its report could be read, and the answer is correct
-    parsed = any(call.error != "unparseable" for call in episode.calls)
-    if not episode.n_executed:
-        return 0.1 * parsed
-    answering = len(episode.main.turns) - 1
-    informed = any(call.turn < answering for call in episode.calls if not call.error)
-    correct = acc > 0 if episode.task.kind == "mcq" else acc >= 0.5
-    return 0.3 + 0.5 * (informed and correct)
 
 
 # ------------------------------------------------------------------------------------------------ struct(o)
