@@ -1,13 +1,29 @@
 """data.py: read rows. An RL row becomes a Task, an SFT row a Dialogue.
 
-    parse_task(row, origin, root) -> Task            then rollout.render_prompt makes its tokens
-    parse_dialogue(row, origin, root) -> Dialogue    then sft.encode_dialogue makes its tokens
+An RL row, and its task. rollout.render_prompt makes the prompt of it, with draw_k frames:
 
-`origin` is the row's name, and relative paths start at `root`. A row that cannot be used raises RowError. runtime/dataset.py
-streams the rows, and `--check-data` checks them.
+    {"prompt": [{"role": "user", "content": "<video>Which?\\nA. red\\nB. blue"}], "videos": [{"video": "a.mp4"}],
+     "extra_info": {"id": "a1", "question_type": "mcq", "answer": "(b)", "options": ["red", "blue"]}}
+
+    parse_task(row, origin, root)
+    -> Task("a1", "Which?\\nA. red\\nB. blue", ("/root/a.mp4",), "mcq", "B", ("red", "blue"))
+
+An SFT row, and its dialogue. sft.encode_dialogue makes tokens and targets of it:
+
+    {"messages": [{"role": "user", "content": [{"video": "a.mp4"}, "Which?"]},
+                  {"role": "assistant", "content": "<think>I look.</think><tool_call>{...}</tool_call>"},
+                  {"role": "user", "content": "<tool_response>\\nA red flash.\\n</tool_response>"},
+                  {"role": "assistant", "content": "<think>Red.</think><answer>A</answer>"}]}
+
+    parse_dialogue(row, origin, root)
+    -> Dialogue("rows.jsonl:0", "main", "Which?", (Media("/root/a.mp4"),), turns)
+       turns: assistant "<think>\\nI look. ...", tool "A red flash.", assistant "<think>\\nRed. ..."
 
 Published SFT rows write the same turns in many ways. A Dialogue has the form that a rollout produces: one turn per tool
 response, a line break after `<think>`, no white space around a report.
+
+`origin` is the row's name, and relative paths start at `root`. `prompt`, `extra_info` and `messages` may also be JSON strings.
+A row that cannot be used raises RowError. runtime/dataset.py streams the rows, and `--check-data` checks them.
 
 Deliberately missing: prompts. A row's system prompt is dropped, because SFT, RL and evaluation share runtime/prompts.py.
 """
@@ -35,7 +51,6 @@ log = logging.getLogger(__name__)
 
 # ------------------------------------------------------------------------------------------------ RL rows
 
-
 # question_type of a row, in lower case with _ for spaces and hyphens -> Task.kind
 KINDS = {
     "mcq": "mcq", "multiple_choice": "mcq",
@@ -45,18 +60,18 @@ KINDS = {
 
 
 def parse_task(row: dict, origin: str, root: Path) -> Task:
-    """Return a row's task. Relative paths start at `root`, and `origin` names a row without an id.
-
-    {"prompt": [{"role": "user", "content": "<video>Which?\\nA. red\\nB. blue"}], "videos": [{"video": "a.mp4"}],
-     "extra_info": {"id": "a1", "question_type": "mcq", "answer": "B", "options": ["red", "blue"]}}"""
+    """Return a row's task. `origin` names a row without an id."""
     question = _read_question(row)
     videos = _read_videos(row, root)
+
+    # Read the answer as its kind of question asks. Published rows have no `options`.
     info = decode_json(row.get("extra_info") or {}, "extra_info")
     options = read_options(info.get("options") or [])
     kind = _read_kind(str(info.get("question_type") or ("mcq" if options else "oe")))
     answer = _read_gold(info.get("answer"), kind)
     if kind == "mcq":
         answer, options = _read_choice(answer, options, question)
+
     name = origin if info.get("id") is None else str(info["id"])
     name.encode()  # K and all seeds hash its bytes; this raises if it holds half a surrogate pair
     return Task(name, question, videos, kind, answer, options)
@@ -64,13 +79,21 @@ def parse_task(row: dict, origin: str, root: Path) -> Task:
 
 def _read_question(row: dict) -> str:
     """Return the text of the last user message."""
-    if "prompt" not in row:
-        raise RowError(f"an RL row needs the field `prompt`; this one has {', '.join(row)} (`messages` is for sft.py)")
-    messages = decode_json(row["prompt"], "prompt")
-    contents = [m["content"] for m in messages or [] if isinstance(m, dict) and m.get("role") == "user"]
+    messages = _read_messages(row, "prompt", "an RL row")
+    contents = [message["content"] for message in messages if message.get("role") == "user"]
     if not contents or not isinstance(contents[-1], str):
         raise RowError("`prompt` has no user message with text: add one")
     return contents[-1].replace("<video>", "").strip()
+
+
+def _read_messages(row: dict, column: str, kind: str) -> list[dict]:
+    """Return the messages of an RL row or of an SFT row."""
+    if column not in row:
+        raise RowError(f"{kind} needs the field `{column}`; this one has {', '.join(row)}")
+    messages = decode_json(row[column], column)
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise RowError(f"`{column}` is not a list of messages")
+    return messages
 
 
 def _read_videos(row: dict, root: Path) -> tuple[str, ...]:
@@ -170,9 +193,6 @@ def _read_kind(question_type: str) -> str:
     return kind or "oe"
 
 
-# ------------------------------------------------------------------------------------------------ a task's frames
-
-
 def draw_k(task_id: str, epoch: int, choices: Sequence[int], seed: int = 0) -> int:
     """Draw K ~ Uniform(choices) for nFrames gating. All processes, and all episodes of the task's group, get the same K."""
     digest = hashlib.sha256(f"{seed}/{epoch}/{task_id}".encode()).digest()
@@ -203,9 +223,11 @@ class Media:
 
     def window(self, videos: Videos) -> tuple[float, float]:
         """Return which seconds of its file it shows."""
-        if self.start is not None:
-            return self.start, self.end
-        return 0.0, 0.0 if self.still else videos.info(self.path).duration
+        if self.still:
+            return 0.0, 0.0
+        if self.start is None:
+            return 0.0, videos.info(self.path).duration
+        return self.start, self.end
 
 
 @dataclass(frozen=True)
@@ -216,35 +238,27 @@ class Dialogue:
     agent: str  # the agent to teach: main | direct (a main agent without tools) | sub
     question: str
     media: tuple[Media, ...]  # videos and images beside the question
-    turns: tuple[dict, ...]  # {"role": assistant | user | tool, "content": [str | Media, ...]}
+    turns: tuple[dict, ...]  # the renderer's messages: {"role": assistant | user | tool, "content": [str | Media, ...]}
     request: str = ""  # the sub-agent's instruction, as in tools.ClipForSubagent; empty: prompts.SUBAGENT_REQUEST
     system: str = ""  # the sub-agent's system prompt; empty: prompts.subagent_system_prompt
 
 
 def parse_dialogue(row: dict, origin: str, root: Path) -> Dialogue:
-    """Read `messages` (a JSON string or a list). Tool results are `tool` messages, or user text in <tool_response> tags.
-    Videos and images are parts of the messages, or stand in columns of their own (`_place_media`).
+    """Return a row's dialogue. Tool results are `tool` messages, or user text in <tool_response> tags. Videos and images are parts
+    of the messages, or stand in columns of their own (`_place_media`).
 
     Three more columns are optional. `agent` marks rows that teach another agent than the main one. `request` and `system` are
     a sub-agent's prompts, if its tool brings its own."""
-    if "messages" not in row:
-        raise RowError(f"an SFT row needs the field `messages`; this one has {', '.join(row)} (`prompt` is for rl.py)")
-    messages = decode_json(row["messages"], "messages")
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise RowError("`messages` is not a list of messages")
-    contents = [(message.get("role"), _read_parts(message, root)) for message in messages]
+    # Read the messages, put media where the messages show them, and split the messages into turns.
+    contents = []
+    for message in _read_messages(row, "messages", "an SFT row"):
+        contents.append((message.get("role"), _read_parts(message, root)))
     turns = []
     for role, parts in _place_media(contents, row, root):
         turns += _read_turns(role, parts)
+    _refuse_disorder([turn["role"] for turn in turns])
 
-    # The user comes first, the assistant last, and every user turn is followed by the assistant.
-    roles = [turn["role"] for turn in turns]
-    if not roles or roles[0] != "user" or roles[-1] != "assistant":
-        raise RowError(f"turns {roles}: must start with the user and end with the assistant")
-    for before, after in itertools.pairwise(roles):
-        if before == after == "assistant" or (before == "user" and after != "assistant"):
-            raise RowError(f"turns {roles}: the assistant must follow each user turn, and never its own")
-
+    # The first turn is the question.
     agent = row.get("agent") or "main"
     if agent not in ("main", "direct", "sub"):
         raise RowError(f"agent {agent!r}: must be main, direct or sub")
@@ -261,6 +275,15 @@ def parse_dialogue(row: dict, origin: str, root: Path) -> Dialogue:
     )
 
 
+def _refuse_disorder(roles: list[str]) -> None:
+    """Refuse turns unless the user comes first, the assistant last, and the assistant after every user turn."""
+    if not roles or roles[0] != "user" or roles[-1] != "assistant":
+        raise RowError(f"turns {roles}: must start with the user and end with the assistant")
+    for before, after in itertools.pairwise(roles):
+        if before == after == "assistant" or (before == "user" and after != "assistant"):
+            raise RowError(f"turns {roles}: the assistant must follow each user turn, and never its own")
+
+
 def _place_media(contents: list[tuple[str, list]], row: dict, root: Path) -> list[tuple[str, list]]:
     """Put media from columns where the messages show them. In the layout of ms-swift and LLaMA-Factory, each `<video>` of a
     user or tool turn is the next entry of `videos`, and each `<image>` of `images`. Refuse media that no message shows."""
@@ -269,11 +292,13 @@ def _place_media(contents: list[tuple[str, list]], row: dict, root: Path) -> lis
         if any(entries.values()) if isinstance(entries, dict) else entries:  # {"bbox": []} has none
             raise RowError(f"`{column}` = {entries!r}: SFT shows only videos and images; remove the column")
     media = {"<video>": _read_column("video", row, root), "<image>": _read_column("image", row, root)}
-    shown = {part.path for _, parts in contents for part in parts if isinstance(part, Media)}
-    if shown:  # the messages have their media, and a placeholder is only text
-        unseen = [entry.path for entries in media.values() for entry in entries if entry.path not in shown]
-        if unseen:
-            raise RowError(f"{', '.join(unseen)}: in a column of the row, but no message shows it; add it to a message")
+
+    # If the messages have their media, a placeholder is only text.
+    shown = [part.path for _, parts in contents for part in parts if isinstance(part, Media)]
+    if shown:
+        for entry in [*media["<video>"], *media["<image>"]]:
+            if entry.path not in shown:
+                raise RowError(f"{entry.path}: in a column of the row, but no message shows it; add it to a message")
         return contents
 
     asked = "\n".join(part for role, parts in contents if role in ("user", "tool") for part in parts)
@@ -340,19 +365,19 @@ def _read_parts(message: dict, root: Path) -> list[str | Media]:
 
 
 def _read_media(part: dict, root: Path) -> Media:
-    """Read a part with media: {"video": path}, {"video_url": {"url": path}}, or the same keys with `image`."""
+    """Read a part with media: {"video": path}, {"video_url": {"url": path}}, or the same keys with `image`. Its options stand
+    beside the path or the URL: nframes, video_start, video_end."""
     keys = [key for key in ("video_url", "image_url", "video", "image") if part.get(key)]
     if not keys:
         raise RowError(f"a part of type {part.get('type')!r} is neither text, video nor image")
     url = part[keys[0]]
     options = part
-    if isinstance(url, dict):  # options can be in it, beside the URL
+    if isinstance(url, dict):
         options = url | part
         url = url["url"]
     [path] = _read_paths([url], root)
     nframes, start, end = options.get("nframes"), options.get("video_start"), options.get("video_end")
-    windowed = start is not None or end is not None
-    if windowed and not -math.inf < start < end < math.inf:  # only one given: a TypeError, so a RowError
+    if (start is None) != (end is None) or (start is not None and not -math.inf < start < end < math.inf):
         raise RowError(f"{path}: video_start = {start}, video_end = {end}: must be seconds, with start before end")
     if nframes is not None and not (isinstance(nframes, int) and nframes > 0):
         raise RowError(f"{path}: nframes = {nframes!r}: must be a whole number above 0")

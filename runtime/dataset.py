@@ -14,11 +14,10 @@ import contextlib
 import json
 import logging
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -88,6 +87,16 @@ def row_errors() -> Iterator[None]:
         raise RowError("".join(c if c.isprintable() else ascii(c)[1:-1] for c in reason[:1000])) from error
 
 
+def decode_json(value: Any, what: str) -> Any:
+    """Return the value of a column. Parse it if it is a JSON string."""
+    if not isinstance(value, str | bytes):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:  # RecursionError: a hundred thousand nested brackets
+        raise RowError(f"{what} is not JSON: {error!r}") from None
+
+
 class Rows:
     """The rows of one parquet, JSONL or JSON file, by index."""
 
@@ -119,24 +128,23 @@ class Rows:
         return row
 
 
-Parsed = TypeVar("Parsed")  # what `parse` makes of a row: a Task or a Dialogue
-
-
-class Draw(NamedTuple, Generic[Parsed]):
+class Draw(NamedTuple):
     """A row of a batch."""
 
-    item: Parsed
+    item: Any  # what `parse` makes of a row: a Task or a Dialogue
     epoch: int
     loss_weight: float  # of its source
 
 
-class Dataset(Generic[Parsed]):
+class Dataset:
     """An endless, seeded shuffle of the sources' rows, read by step number."""
 
     # parse(row, its name, where relative paths start)
-    def __init__(self, cfg: DataConfig, parse: Callable[[dict, str, Path], Parsed]):
-        self.cfg, self._parse = cfg, parse
-        self._first, self._mixture = [], []  # (source, its rows)
+    def __init__(self, cfg: DataConfig, parse: Callable[[dict, str, Path], Any]):
+        self.cfg = cfg
+        self._parse = parse
+        self._first = []  # (source, its rows)
+        self._mixture = []
         for source in cfg.sources:
             pool = self._first if source.first else self._mixture
             pool.append((source, Rows(source.path)))
@@ -144,28 +152,29 @@ class Dataset(Generic[Parsed]):
         self.total = sum(len(rows) for rows in opened)
         self.bad: dict[str, str] = {}  # the row's name -> why it cannot be used
         self._rows_in_share = 0  # different rows in this rank's share: first of one epoch, then more, at most all
-        # A row's name has the file's name without its folder, since K and all seeds depend on it and files can move. If two
-        # files have the same name, it has the whole path.
-        paths = {rows.path for rows in opened}
-        files_called = Counter(path.name for path in paths)
-        self._names = {path: path.name if files_called[path.name] == 1 else path for path in paths}
         self._epoch = None  # the epoch whose order is in memory
         self._order = np.zeros((2, 0), int)
         if not len(self):
             raise DataError("data.sources have no rows, apart from those read `first`")
+        paths = {rows.path.name: rows.path for rows in opened}
+        for rows in opened:
+            other = paths[rows.path.name]
+            if other != rows.path:
+                raise DataError(f"{rows.path} and {other} have the same name, but it names their rows: rename one")
 
     def __len__(self) -> int:
         """Return the number of rows in an epoch of the mixture."""
         return sum(_draws(self._mixture))
 
-    def batch(self, step: int, size: int, rank: int = 0, world: int = 1) -> list[Draw[Parsed]]:
+    def batch(self, step: int, size: int, rank: int = 0, world: int = 1) -> list[Draw]:
         """Return this rank's share of a step's batch. It is shorter if rows are bad."""
         draws = []
         # In the first epoch a rank has its share of the rows. Each later epoch deals the rows out anew.
         self._rows_in_share = min(self.total, max(self.total, (step + 1) * size) // world)
         for i in range(rank, size, world):
             source, rows, row, epoch = self._row(step * size + i)
-            origin = f"{self._names[rows.path]}:{row}"
+            # Without the folder: K and all seeds depend on a row's name, and files can move.
+            origin = f"{rows.path.name}:{row}"
             if origin in self.bad:
                 continue
             root = Path(self.cfg.video_root or rows.path.parent)
@@ -230,13 +239,3 @@ def require_rows(parse: Callable, *cfgs: DataConfig | None) -> None:
 def _draws(pool: list[tuple[Source, Rows]]) -> list[int]:
     """Return how many rows of each source an epoch has."""
     return [round(source.weight * len(rows)) for source, rows in pool]
-
-
-def decode_json(value: Any, what: str) -> Any:
-    """Return the value of a column. Parse it if it is a JSON string."""
-    if not isinstance(value, str | bytes):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:  # RecursionError: a hundred thousand nested brackets
-        raise RowError(f"{what} is not JSON: {error!r}") from None

@@ -25,7 +25,7 @@ from rl import RLConfig, Sampler
 from rl import count_tokens as count_prompt
 from rollout import AgentContext, RolloutConfig, ask_subagent, overview
 from runtime import config, dataset
-from runtime.dataset import DataConfig, Dataset, RowError, Rows, Source, row_errors
+from runtime.dataset import DataConfig, DataError, Dataset, RowError, Rows, Source, row_errors
 from runtime.packing import best_fit
 from runtime.policy import PolicyConfig
 from runtime.script import read_all_rows, read_row
@@ -231,7 +231,12 @@ def test_media_in_columns_are_shown_where_the_placeholders_stand(toy_dir, tmp_pa
 def test_a_column_of_one_path_and_media_named_twice_are_read(video, encode):
     asked = [{"role": "user", "content": [{"video": video}, "Which?"]}, SAID]
     written = [{"role": "user", "content": "<video>Which?"}, SAID]
-    alike = [encode(asked), encode(asked, videos=[video]), encode(written, video=video), encode(written, videos=[video], images=[], audios=None, objects={"ref": [], "bbox": []})]  # fmt: skip
+    alike = [
+        encode(asked),
+        encode(asked, videos=[video]),
+        encode(written, video=video),
+        encode(written, videos=[video], images=[], objects={"bbox": []}),
+    ]
     assert all(bundle.suffixes == alike[0].suffixes and len(bundle.clips) == 1 for bundle in alike)
 
 
@@ -504,15 +509,13 @@ def test_a_rank_holds_its_bad_rows_against_the_rows_that_it_has_met(tmp_path):
         numbers(bad, *range(10), size=400, rank=7, world=8)
 
 
-def test_a_bad_row_costs_no_row_of_another_file_of_the_same_name(tmp_path):
-    paths = []
-    for name in "xy":
-        (tmp_path / name).mkdir()
-        rows = [{"n": f"{name}{i}", "bad": (name, i) == ("x", 3)} for i in range(5)]
-        paths.append(write_jsonl(tmp_path / name / "train.jsonl", rows))
-    dataset = Dataset(DataConfig(tuple(map(Source, paths)), max_bad_fraction=0.5), number)
-    seen = collections.Counter(numbers(dataset, *range(3), size=10))
-    assert seen["x3"] == 0 and seen["y3"] == 3
+def test_two_files_of_one_name_are_refused(tmp_path):
+    """Their rows would have the same names, so the same K and the same seeds."""
+    (tmp_path / "x").mkdir()
+    paths = [write_jsonl(folder / "train.jsonl", [{"n": 1}]) for folder in (tmp_path, tmp_path / "x")]
+    assert len(Dataset(DataConfig((Source(paths[0]), Source(paths[0]))), number)) == 2
+    with pytest.raises(DataError, match="train.jsonl have the same name, .*: rename one"):
+        Dataset(DataConfig(tuple(map(Source, paths))), number)
 
 
 def test_a_row_has_the_same_name_wherever_its_file_is(tmp_path):
