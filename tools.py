@@ -26,13 +26,17 @@ MAX_TEXT_CHARS = 4000  # longest text of a tool, about 1000 tokens: 15 of them f
 _logged: set[tuple[str, type]] = set()  # (tool, exception type) whose traceback this process has logged
 
 
+def clip_text(text: str) -> str:
+    return text if len(text) <= MAX_TEXT_CHARS else text[:MAX_TEXT_CHARS] + " ... (clipped)"
+
+
 class ToolError(Exception):
     """A call that cannot run. The model reads the text. Metrics count `kind`, which can be any word (Call.error)."""
 
     def __init__(self, kind: str, text: str):
         if not (isinstance(kind, str) and kind):  # a call without an error counts as one that ran
             raise ValueError(f"ToolError's kind is {kind!r}: it must be a word, such as bad_arguments")
-        super().__init__(text)
+        super().__init__(clip_text(text))
         self.kind = kind
 
 
@@ -132,12 +136,11 @@ def read_time(arguments: dict, name: str) -> float:
 def read_window(arguments: dict, duration: float) -> tuple[float, float]:
     """Read start_time and end_time, or start and end, which some models write. Refuse an impossible window, and clamp one that
     reaches beyond the video."""
-    start_name = "start" if "start" in arguments and "start_time" not in arguments else "start_time"
-    end_name = "end" if "end" in arguments and "end_time" not in arguments else "end_time"
-    start, end = read_time(arguments, start_name), read_time(arguments, end_name)
+    arguments = {"start_time": arguments.get("start"), "end_time": arguments.get("end")} | arguments
+    start, end = read_time(arguments, "start_time"), read_time(arguments, "end_time")
     whole = f"the video lasts from 0 to {duration:.1f} seconds"
     if start >= end:
-        raise ToolError("bad_arguments", f"{start_name} must be less than {end_name}; {whole}.")
+        raise ToolError("bad_arguments", f"start_time must be less than end_time; {whole}.")
     if start >= duration or end <= 0:
         raise ToolError("bad_arguments", f"The window lies outside the video; {whole}.")
     return max(0.0, start), min(end, duration)
@@ -160,33 +163,29 @@ def read_number(value: Any, name: str) -> float:
 def run_tool(
     call: Call, task: Task, names: tuple[str, ...], videos: Videos, contract: VisualContract
 ) -> ClipForSubagent | str:
-    """Run one parsed call. Mistakes of the model and unreadable files become a ToolError. So do crashes, which are exceptions
-    in the tool's own code and invalid results; the first traceback of each type is logged."""
+    """Run one parsed call. Mistakes of the model and unreadable files become a ToolError. So do exceptions in the tool's own
+    code and invalid results; the first traceback of each type is logged."""
     if call.name not in names:
         raise ToolError("unknown_tool", f"There is no tool {ascii(call.name)[:60]}; there is {', '.join(names)}.")
     try:
         arguments = copy.deepcopy(call.arguments)  # a tool may change them, but not the record
         return _check_result(TOOLS[call.name].run(task, arguments, videos, contract), contract)
-    except ToolError as error:
-        raise ToolError(error.kind, _clip_text(str(error))) from None
+    except ToolError:
+        raise
     except VideoError:
         raise ToolError("failed", "This part of the video could not be read.") from None
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         if (call.name, type(error)) not in _logged:
             _logged.add((call.name, type(error)))
             log.exception("tool %s crashed on %s", call.name, call.arguments)
         reason = f"The tool failed: {type(error).__name__}: {error}".splitlines()[0]
-        raise ToolError("crashed", _clip_text(reason)) from None
-
-
-def _clip_text(text: str) -> str:
-    return text if len(text) <= MAX_TEXT_CHARS else text[:MAX_TEXT_CHARS] + " ... (clipped)"
+        raise ToolError("crashed", reason) from None
 
 
 def _check_result(result: Any, contract: VisualContract) -> ClipForSubagent | str:
     """Return a tool's result with clipped text, or with times as floats. Raise if an agent cannot read it."""
     if isinstance(result, str):
-        return _clip_text(result)
+        return clip_text(result)
     if not isinstance(result, ClipForSubagent) or not (
         isinstance(result.request, str) and isinstance(result.system, str)
     ):

@@ -36,7 +36,7 @@ def parse_calls(text: str, turn: int = 0) -> list[Call]:
             opened = tag
         elif opened and name == opened[2]:
             body = text[opened.end() : tag.start()]
-            calls += _read_json(body, turn) if name == "tool_call" else _read_code(body, turn)
+            calls += [_read_json(body, turn)] if name == "tool_call" else _read_code(body, turn)
             opened = None
     if opened and opened[2] == "tool_code":
         calls += _read_code(_END_OF_TURN.sub("", text[opened.end() :]), turn)
@@ -49,19 +49,19 @@ def _unparseable(turn: int) -> Call:
     return Call(turn, "", {}, text=UNPARSEABLE, error="unparseable")
 
 
-def _read_json(body: str, turn: int) -> list[Call]:
+def _read_json(body: str, turn: int) -> Call:
     try:
         call = json.loads(body) if len(body) <= MAX_CALL_CHARS else None
         if not isinstance(call, dict):
-            return [_unparseable(turn)]
+            return _unparseable(turn)
         arguments = call.get("arguments")
         if isinstance(arguments, str):  # some models write a JSON string
             arguments = json.loads(arguments)
     except (ValueError, RecursionError):
-        return [_unparseable(turn)]
+        return _unparseable(turn)
     if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
-        return [_unparseable(turn)]
-    return [Call(turn, call["name"], arguments)]
+        return _unparseable(turn)
+    return Call(turn, call["name"], arguments)
 
 
 # CPython's parser counts its depth per interpreter, not per thread, so two at once can raise a SystemError.

@@ -107,27 +107,13 @@ class Prompts:
     ) -> list[dict]:
         """Return a sub-agent's first messages. `window`: that of the clip, in seconds. `request` and `system` are the tool's
         own texts, if it has any; they are used verbatim. Only an SFT row can add a question; a rollout never does."""
-        own = self.fill(window)
-        system = system or own.subagent_system
+        system = system or fill(self.subagent_system, window)
         if system is None:
             system = subagent_system_prompt(contract.stamped)
-        request = request or own.subagent_request or SUBAGENT_REQUEST
+        request = request or fill(self.subagent_request, window) or SUBAGENT_REQUEST
         if question:
             request += f"\nQuestion: {question}"
         return _opening(system, [clip, "\n" + request])
-
-    def fill(self, window: tuple[float, float]) -> "Prompts":
-        """Put a sub-agent's window into its texts. All other braces stay."""
-        start, end = window
-        values = {"start": f"{start:.1f}", "end": f"{end:.1f}", "duration": f"{end - start:.1f}"}
-        values |= {"start_minutes": minutes(start), "end_minutes": minutes(end)}
-        filled = {}
-        for field in ("subagent_system", "subagent_request"):
-            text = getattr(self, field)
-            for name, value in values.items():
-                text = text and text.replace(f"{{{name}}}", value)
-            filled[field] = text
-        return dataclasses.replace(self, **filled)
 
     @classmethod
     def load(cls, checkpoint: str | Path) -> "Prompts":
@@ -158,6 +144,16 @@ def _opening(system: str, user: list[str | Clip]) -> list[dict]:
     if system:
         messages.insert(0, {"role": "system", "content": system})
     return messages
+
+
+def fill(text: str | None, window: tuple[float, float]) -> str | None:
+    """Put a sub-agent's window into a text of its own. All other braces stay."""
+    start, end = window
+    values = {"start": f"{start:.1f}", "end": f"{end:.1f}", "duration": f"{end - start:.1f}"}
+    values |= {"start_minutes": minutes(start), "end_minutes": minutes(end)}
+    for name, value in values.items():
+        text = text and text.replace(f"{{{name}}}", value)
+    return text
 
 
 def minutes(seconds: float) -> str:

@@ -59,7 +59,9 @@ class VisualContract:
     overview_frames: int = 64
     """K: frames of the overview, unless gating draws another number."""
     crop_fps: float = 1.0
+    """Frames per second of a crop, unless the call asks for a number of frames."""
     crop_max_frames: int = 16
+    """Most frames of a crop."""
 
     def __post_init__(self):
         for name in ("patch", "merge", "overview_frames", "crop_fps", "crop_max_frames"):
@@ -87,26 +89,29 @@ class VisualContract:
         """Return the (width, height) to decode at. Every later resize (transformers', SGLang's) then changes nothing."""
         if self.max_frame_pixels is None:
             return self._scale_to(self.frame_pixels, width, height)
-
-        # Keep the area between two limits, exactly as Qwen's smart_resize does. Round each side to whole tokens. If the
-        # area is then too large, shrink the frame and round down. If it is too small, enlarge the frame and round up.
-        columns, rows = round(width / self.cell), round(height / self.cell)
-        area = columns * rows * self.cell**2
-        if area > self.max_frame_pixels:
-            factor = math.sqrt(width * height / self.max_frame_pixels)
-            columns = max(1, math.floor(width / factor / self.cell))
-            rows = max(1, math.floor(height / factor / self.cell))
-        elif area < self.frame_pixels:
-            factor = math.sqrt(self.frame_pixels / (width * height))
-            columns = math.ceil(width * factor / self.cell)
-            rows = math.ceil(height * factor / self.cell)
-        return columns * self.cell, rows * self.cell
+        return self._keep_between(self.frame_pixels, self.max_frame_pixels, width, height)
 
     def crop_size(self, width: int, height: int) -> tuple[int, int]:
         """Return the (width, height) at which a crop's frames are decoded."""
         if self.crop_frame_pixels is None:
             return self.frame_size(width, height)
         return self._scale_to(self.crop_frame_pixels, width, height)
+
+    def _keep_between(self, least: int, most: int, width: int, height: int) -> tuple[int, int]:
+        """Return the size in whole tokens whose area lies between two limits, exactly as Qwen's smart_resize does."""
+        # Round each side. If the area is then too large, shrink the frame and round down. If it is too small, enlarge the
+        # frame and round up.
+        columns, rows = round(width / self.cell), round(height / self.cell)
+        area = columns * rows * self.cell**2
+        if area > most:
+            factor = math.sqrt(width * height / most)
+            columns = max(1, math.floor(width / factor / self.cell))
+            rows = max(1, math.floor(height / factor / self.cell))
+        elif area < least:
+            factor = math.sqrt(least / (width * height))
+            columns = math.ceil(width * factor / self.cell)
+            rows = math.ceil(height * factor / self.cell)
+        return columns * self.cell, rows * self.cell
 
     def _scale_to(self, area: int, width: int, height: int) -> tuple[int, int]:
         """Return the smallest size in whole tokens that covers the area at this aspect ratio."""

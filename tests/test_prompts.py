@@ -16,7 +16,7 @@ from data import Dialogue, Media
 from rl import RLConfig
 from rollout import RolloutConfig
 from runtime import config, script
-from runtime.prompts import Prompts, subagent_system_prompt, system_prompt
+from runtime.prompts import Prompts, fill, subagent_system_prompt, system_prompt
 from runtime.render import Renderer
 from runtime.visual import ContractError
 from sft import SFTConfig, encode_dialogue
@@ -67,13 +67,8 @@ def test_every_agent_reads_the_own_words_in_rollouts_and_in_sft_rows(renderer):
 
 
 def test_a_window_can_be_written_as_minutes_and_seconds():
-    texts = {
-        "subagent_system": "{start_minutes}-{end_minutes}",
-        "subagent_request": "{end_minutes} is {end}, {minutes}",
-    }
-    filled = Prompts(**texts).fill((59.99, 6001.2))
-    assert filled.subagent_system == "00:59-100:01"
-    assert filled.subagent_request == "100:01 is 6001.2, {minutes}"
+    text = "{start_minutes}-{end_minutes}, until {end}, {minutes}"
+    assert fill(text, (59.99, 6001.2)) == "00:59-100:01, until 6001.2, {minutes}"
 
 
 @pytest.mark.parametrize("before, asked_after", [(None, "#\n"), ("", "#")])
