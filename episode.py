@@ -1,7 +1,6 @@
 """episode.py: the data types that the whole code shares, and the records of episodes.
 
     Task -> Trajectory (an agent's exact tokens) -> Episode (main agent, sub-agents, calls) -> Group (G episodes, one K)
-    packing.Bundle (one prompt and the suffixes that continue it): the unit of training for both SFT and RL
 
     dump(episode, file, renderer.readable);  load_episodes(path) -> episodes     # one line of JSON is one episode
 

@@ -47,7 +47,7 @@ CONTRACTS = [VisualContract(frame_pixels=tokens * 1024) for tokens in (1, 4, 64,
     "contract, sizes",
     [
         (VisualContract(frame_pixels=64 * 64), ((64, 64), (96, 64), (64, 160), (352, 192), (256, 256))),
-        (RELEASED, (RELEASED.frame_size(1280, 720), RELEASED.frame_size(640, 360), RELEASED.crop_size(1280, 720))),
+        (RELEASED, (RELEASED.frame_size(640, 360), RELEASED.crop_size(1280, 720))),
         (VisualContract(patch=14, frame_pixels=56 * 56), ((56, 56), (196, 140), (140, 196))),
     ],
 )

@@ -105,8 +105,7 @@ def one_edit_away(turns: list[str]) -> list[list[str]]:
     return edited
 
 
-@pytest.mark.parametrize("suffix", [True, False])
-@pytest.mark.parametrize("credit", ["struct", "off"])
+@pytest.mark.parametrize("credit, suffix", [("struct", True), ("off", False)])
 @pytest.mark.parametrize("honest", [[DONE], [LOOK, DONE], [LOOK.replace(CALL, f"{CALL}\n{CALL}"), LOOK, DONE]])
 def test_no_text_one_edit_from_an_honest_one_earns_as_much_unless_it_is_well_formed(honest, credit, suffix):
     """Plain GRPO (`off`) still pays for words, second answers and empty calls between balanced tags, as the release does."""

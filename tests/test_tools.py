@@ -123,19 +123,19 @@ def test_arguments_may_be_a_string_of_json():
     assert call.arguments == {"start_time": 1, "end_time": 2}
 
 
-FLOODS = {"unclosed": "<tool_call>", "nested": "<tool_code>" + "(" * 50 + "</tool_code>"}
+FLOODS = {"unclosed": ("<tool_call>", 3000), "nested": ("<tool_code>" + "(" * 50 + "</tool_code>", 500)}
 
 
-@pytest.mark.parametrize("flood", FLOODS.values(), ids=FLOODS)
-def test_thousands_of_calls_take_linear_time(flood):
+@pytest.mark.parametrize("flood, count", FLOODS.values(), ids=FLOODS)
+def test_many_calls_take_linear_time(flood, count):
     def seconds(n: int) -> float:
         text = flood * n
         started = time.process_time()  # of this process, because the machine can be busy
         assert len(parse_calls(text)) == n
         return time.process_time() - started
 
-    few = seconds(300)
-    many = min(seconds(3000) for _ in range(2))  # Python's garbage collector may run in one of them
+    few = seconds(count // 10)
+    many = min(seconds(count) for _ in range(2))  # Python's garbage collector may run in one of them
     assert many < max(40 * few, 0.1)  # linear: 10 times, quadratic: 100 times
 
 
@@ -190,7 +190,7 @@ def test_windows_are_clamped_and_an_impossible_one_names_the_range():
             crop(start_time=start, end_time=end)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(st.floats(-100, 200), st.floats(-100, 200), st.none() | st.integers(-5, 1000))
 def test_every_window_that_runs_lies_in_the_video_and_holds_what_it_says(start, end, count):
     videos = MemoryVideos(duration=37.3)
