@@ -170,18 +170,14 @@ def listed_options(question: str) -> tuple[str, ...]:
         for count in range(len(LETTERS), 1, -1):
             first = letters.rfind(LETTERS[:count])
             if first >= 0:
-                return _texts_after(labels[first : first + count], question)
+                chosen = labels[first : first + count]
+                ends = [label.start() for label in chosen[1:]] + [len(question)]
+                return tuple(_first_line(question[label.end() : end]) for label, end in zip(chosen, ends))
     return ()
 
 
-def _texts_after(labels: list[re.Match], question: str) -> tuple[str, ...]:
-    """Return the first line after each label, up to the next label."""
-    texts = []
-    ends = [label.start() for label in labels[1:]] + [len(question)]
-    for label, end in zip(labels, ends):
-        line = question[label.end() : end].strip().split("\n")[0]
-        texts.append(line.strip(" \t;,"))
-    return tuple(texts)
+def _first_line(text: str) -> str:
+    return text.strip().split("\n")[0].strip(" \t;,")
 
 
 @functools.cache  # so an unknown type is reported once
@@ -249,12 +245,15 @@ def parse_dialogue(row: dict, origin: str, root: Path) -> Dialogue:
 
     Three more columns are optional. `agent` marks rows that teach another agent than the main one. `request` and `system` are
     a sub-agent's prompts, if its tool brings its own."""
-    # Read the messages, put media where the messages show them, and split the messages into turns.
+    # Read each message as texts and media. Media of columns take the places that the messages leave for them.
     contents = []
     for message in _read_messages(row, "messages", "an SFT row"):
         contents.append((message.get("role"), _read_parts(message, root)))
+    contents = _place_media(contents, row, root)
+
+    # Write the turns as a rollout would.
     turns = []
-    for role, parts in _place_media(contents, row, root):
+    for role, parts in contents:
         turns += _read_turns(role, parts)
     _refuse_disorder([turn["role"] for turn in turns])
 
@@ -275,13 +274,42 @@ def parse_dialogue(row: dict, origin: str, root: Path) -> Dialogue:
     )
 
 
-def _refuse_disorder(roles: list[str]) -> None:
-    """Refuse turns unless the user comes first, the assistant last, and the assistant after every user turn."""
-    if not roles or roles[0] != "user" or roles[-1] != "assistant":
-        raise RowError(f"turns {roles}: must start with the user and end with the assistant")
-    for before, after in itertools.pairwise(roles):
-        if before == after == "assistant" or (before == "user" and after != "assistant"):
-            raise RowError(f"turns {roles}: the assistant must follow each user turn, and never its own")
+def _read_parts(message: dict, root: Path) -> list[str | Media]:
+    """Return a message's texts and media."""
+    if message.get("tool_calls"):
+        raise RowError("a message has `tool_calls`: write calls into its content, as <tool_call>...</tool_call>")
+    content = message.get("content")
+    if isinstance(content, str):
+        content = [content]
+    parts: list[str | Media] = []
+    for part in content or []:
+        if isinstance(part, str):
+            parts.append(part)
+        elif part.get("type") == "text" and isinstance(part.get("text"), str):
+            parts.append(part["text"])
+        else:
+            parts.append(_read_media(part, root))
+    return parts
+
+
+def _read_media(part: dict, root: Path) -> Media:
+    """Read a part with media: {"video": path}, {"video_url": {"url": path}}, or the same keys with `image`. Its options stand
+    beside the path or the URL: nframes, video_start, video_end."""
+    keys = [key for key in ("video_url", "image_url", "video", "image") if part.get(key)]
+    if not keys:
+        raise RowError(f"a part of type {part.get('type')!r} is neither text, video nor image")
+    url = part[keys[0]]
+    options = part
+    if isinstance(url, dict):
+        options = url | part
+        url = url["url"]
+    [path] = _read_paths([url], root)
+    nframes, start, end = options.get("nframes"), options.get("video_start"), options.get("video_end")
+    if (start is None) != (end is None) or (start is not None and not -math.inf < start < end < math.inf):
+        raise RowError(f"{path}: video_start = {start}, video_end = {end}: must be seconds, with start before end")
+    if nframes is not None and not (isinstance(nframes, int) and nframes > 0):
+        raise RowError(f"{path}: nframes = {nframes!r}: must be a whole number above 0")
+    return Media(path, nframes, start, end, still=keys[0].startswith("image"))
 
 
 def _place_media(contents: list[tuple[str, list]], row: dict, root: Path) -> list[tuple[str, list]]:
@@ -346,44 +374,6 @@ def _read_turns(role: str, parts: list[str | Media]) -> list[dict]:
     raise RowError(f"role {role!r}: must be system, user, assistant or tool")
 
 
-def _read_parts(message: dict, root: Path) -> list[str | Media]:
-    """Return a message's texts and media."""
-    if message.get("tool_calls"):
-        raise RowError("a message has `tool_calls`: write calls into its content, as <tool_call>...</tool_call>")
-    content = message.get("content")
-    if isinstance(content, str):
-        content = [content]
-    parts: list[str | Media] = []
-    for part in content or []:
-        if isinstance(part, str):
-            parts.append(part)
-        elif part.get("type") == "text" and isinstance(part.get("text"), str):
-            parts.append(part["text"])
-        else:
-            parts.append(_read_media(part, root))
-    return parts
-
-
-def _read_media(part: dict, root: Path) -> Media:
-    """Read a part with media: {"video": path}, {"video_url": {"url": path}}, or the same keys with `image`. Its options stand
-    beside the path or the URL: nframes, video_start, video_end."""
-    keys = [key for key in ("video_url", "image_url", "video", "image") if part.get(key)]
-    if not keys:
-        raise RowError(f"a part of type {part.get('type')!r} is neither text, video nor image")
-    url = part[keys[0]]
-    options = part
-    if isinstance(url, dict):
-        options = url | part
-        url = url["url"]
-    [path] = _read_paths([url], root)
-    nframes, start, end = options.get("nframes"), options.get("video_start"), options.get("video_end")
-    if (start is None) != (end is None) or (start is not None and not -math.inf < start < end < math.inf):
-        raise RowError(f"{path}: video_start = {start}, video_end = {end}: must be seconds, with start before end")
-    if nframes is not None and not (isinstance(nframes, int) and nframes > 0):
-        raise RowError(f"{path}: nframes = {nframes!r}: must be a whole number above 0")
-    return Media(path, nframes, start, end, still=keys[0].startswith("image"))
-
-
 def _open_turn(text: str) -> str:
     """Make an assistant's turn begin as in a rollout, where `<think>\\n` is forced. Published rows begin with `<think>Thought`
     or `<think>\\n\\n`, which would teach another first token than the model needs there."""
@@ -391,12 +381,6 @@ def _open_turn(text: str) -> str:
     if text.startswith("<think>"):
         text = THINK_PREFIX + text.removeprefix("<think>").lstrip()
     return text
-
-
-def _strip_report(parts: list[str | Media]) -> list[str | Media]:
-    """Strip white space around a report, as a rollout does."""
-    stripped = [part.strip() if isinstance(part, str) else part for part in parts]
-    return [part for part in stripped if part != ""] or [NO_REPORT]
 
 
 def _split_responses(parts: list[str | Media]) -> list[list[str | Media]]:
@@ -414,3 +398,18 @@ def _split_responses(parts: list[str | Media]) -> list[list[str | Media]]:
     if current:
         raise RowError("text or media after the last </tool_response>: move it into a block")
     return responses
+
+
+def _strip_report(parts: list[str | Media]) -> list[str | Media]:
+    """Strip white space around a report, as a rollout does."""
+    stripped = [part.strip() if isinstance(part, str) else part for part in parts]
+    return [part for part in stripped if part != ""] or [NO_REPORT]
+
+
+def _refuse_disorder(roles: list[str]) -> None:
+    """Refuse turns unless the user comes first, the assistant last, and the assistant after every user turn."""
+    if not roles or roles[0] != "user" or roles[-1] != "assistant":
+        raise RowError(f"turns {roles}: must start with the user and end with the assistant")
+    for before, after in itertools.pairwise(roles):
+        if before == after == "assistant" or (before == "user" and after != "assistant"):
+            raise RowError(f"turns {roles}: the assistant must follow each user turn, and never its own")

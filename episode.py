@@ -116,10 +116,6 @@ class Episode:
         return [call.subagent for call in self.calls if call.subagent is not None]
 
     @property
-    def trajectories(self) -> list[Trajectory]:
-        return [self.main, *self.subagents]
-
-    @property
     def n_executed(self) -> int:
         """Calls that ran. The metric kappa is their mean per episode."""
         return sum(not call.error for call in self.calls)

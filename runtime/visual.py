@@ -177,23 +177,6 @@ class VisualContract:
         return constants | {name: PROCESSORS[self.patch][name] for name in ("image_mean", "image_std")}
 
 
-def read_json(path: Path) -> dict | None:
-    """Read a JSON file. Return None if it does not exist."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    except ValueError as error:
-        raise ContractError(f"{path}: not readable: {error}; restore it, or copy its folder here again") from None
-
-
-def _normalised(patch: int) -> np.ndarray:
-    """Return the model's inputs float32 [3, 256] for the values 0 ... 255 of each channel, rounded exactly as transformers' PIL
-    image processor rounds (rescale in float64, then float32)."""
-    values = (np.arange(256) * (1 / 255)).astype(np.float32)
-    mean = np.array(PROCESSORS[patch]["image_mean"], np.float32)[:, None]
-    std = np.array(PROCESSORS[patch]["image_std"], np.float32)[:, None]
-    return (values - mean) / std
-
-
 def patchify(
     clips: Sequence[Clip], patch: int = 16, merge: int = 2, device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -219,3 +202,20 @@ def patchify(
     x = x.unsqueeze(2).expand(-1, -1, TEMPORAL_PATCH, -1)  # [P, 3, 2, patch * patch]
     x = x.reshape(len(x), 3 * TEMPORAL_PATCH * patch * patch)
     return x, torch.tensor(grid, dtype=torch.int64).view(len(grid), 3)
+
+
+def _normalised(patch: int) -> np.ndarray:
+    """Return the model's inputs float32 [3, 256] for the values 0 ... 255 of each channel, rounded exactly as transformers' PIL
+    image processor rounds (rescale in float64, then float32)."""
+    values = (np.arange(256) * (1 / 255)).astype(np.float32)
+    mean = np.array(PROCESSORS[patch]["image_mean"], np.float32)[:, None]
+    std = np.array(PROCESSORS[patch]["image_std"], np.float32)[:, None]
+    return (values - mean) / std
+
+
+def read_json(path: Path) -> dict | None:
+    """Read a JSON file. Return None if it does not exist."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    except ValueError as error:
+        raise ContractError(f"{path}: not readable: {error}; restore it, or copy its folder here again") from None

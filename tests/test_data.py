@@ -150,15 +150,6 @@ def test_a_direct_agents_row_shows_and_tells_of_no_tools(video, encode, toy_rend
         assert ("<tools>" in text) is ("call tools" in text) is tools
 
 
-def test_a_row_has_the_loss_weight_of_its_source(video, tmp_path):
-    row = {"messages": [user(video, nframes=1), {"role": "assistant", "content": "Red."}]}
-    source = Source(write_jsonl(tmp_path / "a.jsonl", [row]), loss_weight=2.5)
-    [draw] = Dataset(DataConfig((source,)), parse_dialogue).batch(0, 1)
-    assert draw.loss_weight == 2.5
-    with pytest.raises(ValueError, match="loss_weight = 0.0: must be positive"):
-        Source("a.jsonl", loss_weight=0.0)
-
-
 def test_images_and_text_only_rows_are_rows_too(tmp_path, encode, toy_renderer):
     path = tmp_path / "a.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (100, 200, 3), dtype=np.uint8)).save(path)

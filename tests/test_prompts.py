@@ -39,7 +39,7 @@ def asked(renderer: Renderer, **cfg) -> list[str]:
     [episode] = play(
         renderer, lambda prompt, seed: reply(prompt, seed) if "<tool_call>" in prompt else "A cat." + END, **cfg
     )
-    return [read(renderer, t.ids[: t.prompt_length]) for t in episode.trajectories]
+    return [read(renderer, t.ids[: t.prompt_length]) for t in [episode.main, *episode.subagents]]
 
 
 def read(renderer: Renderer, ids: list[int]) -> str:

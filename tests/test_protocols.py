@@ -93,7 +93,7 @@ def ask(renderer, tmp_path_factory):
 def check(episode, renderer, model) -> None:
     """Check that an episode can be dumped, and that each turn is sampled as a whole from all tokens before it."""
     dump(episode, io.StringIO(), renderer.readable)
-    for agent in episode.trajectories:
+    for agent in [episode.main, *episode.subagents]:
         check_trajectory(agent, renderer)
         assert all(all(agent.mask[start:end]) for start, end in agent.turns)
         for start, _ in agent.turns:  # every turn continues exactly the prompt of a request
@@ -357,7 +357,7 @@ def test_what_a_tool_shows_has_the_area_of_crops_in_the_shape_of_the_video(rende
         cfg = RolloutConfig(temperature=0.0, max_context=100_000)
         context = AgentContext(Model(renderer, *said), renderer, MemoryVideos(size=(128, 64)), cfg)
         episode, _ = run_protocol(context, Item(TASK), 4, 7, Prompting(protocol))
-        shown = [clip for agent in episode.trajectories for clip in agent.clips]
+        shown = [clip for agent in [episode.main, *episode.subagents] for clip in agent.clips]
         assert [clip.pixels.shape[1:3] for clip in shown] == [(64, 96), (32, 64)] and not episode.error
 
 

@@ -205,7 +205,7 @@ def test_a_file_of_episodes_has_each_frame_of_the_video_once(tmp_path, toy_dir, 
             dump(episode, file, renderer.readable)
     run = read_run(tmp_path / "trace.jsonl", toy_dir / "model")
     report.write_page(tmp_path / "page.html", [run])
-    clips = [clip for agent in played[0].trajectories for clip in agent.clips]
+    clips = [clip for agent in [played[0].main, *played[0].subagents] for clip in agent.clips]
     pictures = content(tmp_path / "page.html")["pictures"]
     assert len(pictures) == len({pixels.tobytes() for clip in clips for pixels in clip.pixels})
     shown = [token for token in tokens(run.episodes[1]["calls"][0]["subagent"], "prompt") if "picture" in token]

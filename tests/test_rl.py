@@ -331,7 +331,7 @@ def test_the_first_batch_is_checked_with_a_call_and_its_report(draw, toy_dir, mo
     reports = []
     for episode in [episode for group in groups for episode in group.episodes]:
         reports += episode.subagents
-        for agent in episode.trajectories:
+        for agent in [episode.main, *episode.subagents]:
             exact = trainer_logprobs(policy, [agent], 1.0).tolist()
             agent.logprobs = [exact.pop(0) if sampled else 0.0 for sampled in agent.mask]
     monkeypatch.setattr("rl.GAP_LIMIT", 1e-4)

@@ -59,7 +59,7 @@ def test_the_trainer_reads_what_the_engine_was_asked_and_said(renderer):
     for ids, (start, end) in zip(asked, main.turns):
         assert main.ids[: len(ids)] == ids
         assert main.mask[start : len(ids)] == [0] * (len(ids) - start) and all(main.mask[len(ids) : end])
-    for agent in episode.trajectories:
+    for agent in [episode.main, *episode.subagents]:
         check_trajectory(agent, renderer)
     prompt = renderer.decode(episode.subagents[0].ids)  # a sub-agent sees frames and not the question
     assert TASK.question not in prompt and "seconds>" in prompt
@@ -376,7 +376,7 @@ def check_episode(episode: Episode, renderer, cfg: RolloutConfig) -> None:
     """Check invariants 1-3 and 7-9 of any episode."""
     rounds, per_round = cfg.call_limits
     assert not episode.error
-    for agent in episode.trajectories:
+    for agent in [episode.main, *episode.subagents]:
         check_trajectory(agent, renderer)
     main = episode.main
     assert 1 <= len(main.turns) <= rounds + 1
@@ -390,7 +390,7 @@ def check_episode(episode: Episode, renderer, cfg: RolloutConfig) -> None:
         assert main.mask[stop:start] == [0] * (start - stop)
     assert {c.turn for c in episode.calls} == set(range(len(main.turns) - 1))
     assert all((c.text != "") and (c.subagent is not None) == (c.error == "") for c in episode.calls)
-    assert len(episode.subagents) == episode.n_executed == len(episode.trajectories) - 1
+    assert len(episode.subagents) == episode.n_executed
 
 
 @pytest.mark.parametrize("count", [400, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -432,7 +432,7 @@ def test_a_dumped_episode_comes_back_whole(renderer, tmp_path, tool_return):
         for loaded in load_episodes(path):
             dump(loaded, file, renderer.readable)
             decode_frames(loaded, MemoryVideos(), CONTRACT)
-            for ours, theirs in zip(episode.trajectories, loaded.trajectories, strict=True):
+            for ours, theirs in zip([episode.main, *episode.subagents], [loaded.main, *loaded.subagents], strict=True):
                 assert all((a.pixels == b.pixels).all() for a, b in zip(ours.clips, theirs.clips, strict=True))
     assert again.read_text() == path.read_text()
     with pytest.raises(VideoError, match="its frame times differ"):

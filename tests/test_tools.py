@@ -316,7 +316,10 @@ def test_what_a_tool_returns_is_recorded_and_shown_as_it_is(renderer, monkeypatc
         assert (call.error, call.window) == ("", (1.0, 2.0))
         dump(episode, io.StringIO(), renderer.readable)
         shown = [
-            clip for agent in episode.trajectories for clip in agent.clips if clip.pixels is returned.frames.pixels
+            clip
+            for agent in [episode.main, *episode.subagents]
+            for clip in agent.clips
+            if clip.pixels is returned.frames.pixels
         ]
         assert len(shown) == 1 and shown[0].times == (1.0, 2.0)
 
