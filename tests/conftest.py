@@ -22,7 +22,6 @@ from scripted import Scripted, by_chance
 
 import eval as evaluation
 import rl
-from rewards import give_rewards
 from runtime.checks import USER_ERRORS
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import Videos
@@ -100,18 +99,6 @@ def videos():
 @pytest.fixture(scope="session")
 def schemas() -> list[dict]:
     return [TOOLS["crop_video"].schema]
-
-
-@pytest.fixture
-def paid_by_chance(monkeypatch):
-    """Reward episodes at random: an untrained policy earns nothing, and without rewards no weight would change."""
-
-    def give(groups, renderer, cfg, judge):
-        give_rewards(groups, renderer, cfg, judge)
-        for episode in [episode for group in groups for episode in group.episodes]:
-            episode.rewards["R"] = float(sum(episode.main.ids) % 5)
-
-    monkeypatch.setattr(rl, "give_rewards", give)
 
 
 @pytest.fixture

@@ -1,13 +1,15 @@
 """The config loader: a run uses exactly the values that are written, and a config that cannot run says why."""
 
 import importlib.metadata
-import subprocess
+import os
+import runpy
 import sys
 from dataclasses import dataclass, field
 from typing import Literal
 
 import pytest
-from scripts import REPO
+import torch
+from scripts import REPO, Forked, finish
 
 from runtime import config
 from runtime.run import save_run
@@ -114,23 +116,22 @@ def test_what_a_mapping_leaves_out_is_as_its_parent_has_it(tmp_path):
     assert config.load(Run, tmp_path / "c.yaml", ["optim.lr=1"]).optim == Optim(lr=1.0, warmup=9)
 
 
+def start_the_scripts() -> None:
+    """Start each script with an override that ends it, then print what torch's allocator reads."""
+    for script, cfg in (("sft.py", "toy_sft"), ("eval.py", "eval/toy"), ("rl.py", "toy_grpo")):
+        os.environ.pop("PYTORCH_ALLOC_CONF", None)
+        sys.argv = [script, f"configs/{cfg}.yaml", "nonsense=1"]
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit:
+            print(script, os.environ.get("PYTORCH_ALLOC_CONF"))
+    print(torch._C._accelerator_getAllocatorSettings(), torch.cuda.is_initialized())
+
+
 def test_every_script_sets_the_allocator_before_torch_reads_the_setting():
     """torch reads PYTORCH_ALLOC_CONF when it first uses the allocator. A use at import would come before the script."""
-    probe = """
-import os, runpy, sys
-import torch
-for script, config in ("sft.py", "toy_sft"), ("eval.py", "eval/toy"), ("rl.py", "toy_grpo"):
-    os.environ.pop("PYTORCH_ALLOC_CONF", None)
-    sys.argv = [script, f"configs/{config}.yaml", "nonsense=1"]
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit:
-        print(script, os.environ.get("PYTORCH_ALLOC_CONF"))
-print(torch._C._accelerator_getAllocatorSettings(), torch.cuda.is_initialized())
-"""
-    told = subprocess.run([sys.executable, "-c", probe], cwd=REPO, capture_output=True, text=True, check=True).stdout
     scripts = [f"{script} expandable_segments:True" for script in ("sft.py", "eval.py", "rl.py")]
-    assert told.splitlines() == [*scripts, "expandable_segments:True False"]
+    assert finish(Forked(start_the_scripts)).splitlines() == [*scripts, "expandable_segments:True False"]
 
 
 def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):

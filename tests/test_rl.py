@@ -17,15 +17,14 @@ from scripts import metrics, rl_config, wait_for
 from short_runs import train
 
 import rl
-from data import parse_task
 from episode import load_episodes
 from grpo import make_train_groups
 from rewards import give_rewards
-from rl import RLConfig, refuse_infinite_gap, require_agreement, trainer_logprobs
+from rl import RLConfig, require_agreement, trainer_logprobs
 from rollout import render_prompt
 from runtime import config
 from runtime.checkpoints import load_policy
-from runtime.dataset import Dataset, RowError
+from runtime.dataset import RowError
 from runtime.engine import EngineError
 from runtime.policy import PolicyConfig
 from runtime.run import Run
@@ -60,11 +59,9 @@ def test_the_next_batchs_overviews_are_decoded_while_this_one_is_sampled(toy_dir
 
 
 def test_an_update_is_taken_at_the_rate_that_is_logged(scripted, toy_dir, tmp_path):
-    """Past mutant: the schedule stayed at its first step, while metrics.jsonl showed it moving."""
-    optim = {"lr": 1e-3, "schedule": "cosine", "warmup": 0.3}
     with tiny.rates_of_updates() as rates:
-        lines = train(tmp_path / "c.yaml", toy_dir, steps=4, optim=optim)
-    assert rates == [line["lr"] for line in lines] and len(set(rates)) == 4
+        lines = train(tmp_path / "c.yaml", toy_dir, steps=2, optim={"lr": 1e-3, "schedule": "cosine"})
+    assert rates == [line["lr"] for line in lines] == [1e-3, 5e-4]
 
 
 def test_a_steps_metrics_are_the_means_of_its_records_also_where_no_reward_needs_them(scripted, toy_dir, tmp_path):
@@ -170,7 +167,7 @@ def test_servers_that_already_run_get_the_weights_before_the_first_batch(scripte
 def test_the_first_batch_is_checked_at_the_temperatures_of_its_agents(scripted, toy_dir, tmp_path, monkeypatch):
     checked, agents = [], {"max_turns": 1, "temperature": 0.9, "subagents": {"temperature": 0.4}}
     monkeypatch.setattr(rl, "require_agreement", lambda policy, groups, *temperatures: checked.append(temperatures))
-    train(tmp_path / "c.yaml", toy_dir, steps=2, rollout=agents)
+    train(tmp_path / "c.yaml", toy_dir, steps=1, rollout=agents)
     assert checked == [(0.9, 0.4)]
 
 
@@ -180,8 +177,7 @@ def held_out(toy_dir: Path) -> dict:
 
 def test_weights_are_written_and_a_step_is_saved_while_a_batch_is_sampled(scripted, toy_dir, tmp_path, monkeypatch):
     """Batch s ends when weights s are being written, and batch s + 2 begins before step s is saved. An evaluation has the
-    engine to itself. Past bug: weights were
-    written after sampling had ended, and the next batch began after a state was saved."""
+    engine to itself."""
     begun, writing, told, there = defaultdict(threading.Event), defaultdict(threading.Event), [], []
 
     def note(owner, name, before=lambda *_: None):
@@ -239,37 +235,27 @@ def test_a_sampler_that_fails_ends_the_run_when_its_batch_is_due_and_spoils_no_e
 
 
 def test_an_evaluation_is_greedy_at_each_k_with_tools_and_without(scripted, toy_dir, tmp_path, monkeypatch):
-    """Past bug: its sub-agents were not greedy."""
+    """Past bugs: its sub-agents were not greedy. With fewer rows than `val_tasks`, some were asked twice."""
     rewarded, agents = [], {"max_turns": 1, "subagents": {"temperature": 0.9}}
     monkeypatch.setattr(
         rl, "give_rewards", lambda groups, *more: rewarded.append(groups) or give_rewards(groups, *more)
     )
-    val = {"val": {"sources": [{"path": str(toy_dir / "val.parquet")}]}, "val_tasks": 3, "val_frames": [4, 16]}
-    lines = train(tmp_path / "c.yaml", toy_dir, steps=3, eval_every=2, rollout=agents, **val)
-    assert ["eval/acc" in line for line in lines] == [False, True, True]  # every 2 steps, and at the end
-    last, greedy = lines[-1], [request for request in scripted[0].asked if request.temperature == 0]
+    val = {"val": {"sources": [{"path": str(toy_dir / "val.parquet")}]}, "val_tasks": 20, "val_frames": [4, 16]}
+    first, last = train(tmp_path / "c.yaml", toy_dir, steps=2, rollout=agents, **val)
+    assert "eval/acc" not in first
+    greedy = [request for request in scripted[0].asked if request.temperature == 0]
     opened = [r for r in greedy if not is_subagent(r.prompt) and "<tool_response>" not in r.prompt]
-    assert len(opened) == 2 * 2 * 2 * 3  # twice, both arms, both K, three tasks
-    assert sorted(sum(map(len, request.clips)) for request in opened) == [4] * 12 + [16] * 12
-    assert sum("<tools>" in request.prompt for request in opened) == 12
-    held_out = Dataset(config.load(RLConfig, tmp_path / "c.yaml").val, parse_task).batch(0, 3)
-    assert all(any(draw.item.question in request.prompt for draw in held_out) for request in opened)
-    assert sum(is_subagent(request.prompt) for request in greedy) == 2 * 6 * last["eval/kappa"] > 0
+    assert len(opened) == 2 * 2 * 8  # with tools and without, both K, the rows of val.parquet
+    assert sorted(sum(map(len, request.clips)) for request in opened) == [4] * 16 + [16] * 16
+    assert sum("<tools>" in request.prompt for request in opened) == 16
+    assert sum(is_subagent(request.prompt) for request in greedy) == 16 * last["eval/kappa"] > 0
     said = [scripted[0].renderer.decode(group.episodes[0].main.ids) for group in rewarded[-1]]
     right = [f"<answer>{group.task.answer}</answer>" in text for group, text in zip(rewarded[-1], said)]
-    assert len(right) == 6 and last["eval_no_tools/acc"] == sum(right) / 6
+    assert len(right) == 16 and last["eval_no_tools/acc"] == sum(right) / 16
     for part in ("acc", "well_formed", "kappa"):
         assert last[f"eval/{part}"] == pytest.approx((last[f"eval/{part}/K=4"] + last[f"eval/{part}/K=16"]) / 2)
     assert last["eval/well_formed"] == 1 and last["eval/kappa"] > 0 == last["eval_no_tools/kappa"]
     assert last["eval/failed_rate"] == last["eval_no_tools/failed_rate"] == 0
-
-
-def test_each_held_out_task_is_asked_once(scripted, toy_dir, tmp_path):
-    """There are fewer than `val_tasks`. Past mutant: some were asked twice and counted double."""
-    train(tmp_path / "c.yaml", toy_dir, steps=1, **held_out(toy_dir) | {"val_tasks": 20})
-    greedy = [request for request in scripted[0].asked if request.temperature == 0 and not is_subagent(request.prompt)]
-    asked = [request for request in greedy if "<tools>" not in request.prompt]
-    assert len(asked) == 8  # rows of val.parquet
 
 
 def test_a_row_whose_prompt_cannot_be_rendered_is_a_bad_row(draw, monkeypatch):
@@ -282,13 +268,6 @@ def test_a_row_whose_prompt_cannot_be_rendered_is_a_bad_row(draw, monkeypatch):
     monkeypatch.setattr("rollout.render_prompt", render)
     with pytest.raises(RowError, match=r"1 of 24 rows are unusable, .*: ZeroDivisionError"):
         draw(0)
-
-
-def test_gaps_that_are_not_finite_stop_the_run():
-    """Past bug: `nan > LIMIT` is false, so a NaN passed the check."""
-    for mean, largest in ((math.nan, math.nan), (math.inf, math.inf), (0.1, math.nan)):
-        with pytest.raises(EngineError, match=f"step 4: .* differ by {mean:.2f} on average, {largest:.2f} at most"):
-            refuse_infinite_gap(mean, largest, 3)
 
 
 @pytest.mark.parametrize("main", [True, False])

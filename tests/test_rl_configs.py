@@ -41,15 +41,6 @@ def test_what_cannot_run_says_so(toy_dir, tmp_path, changes, says):
         config.load(RLConfig, path)
 
 
-def test_every_rank_has_a_task(toy_dir, tmp_path, monkeypatch):
-    cfg = config.load(RLConfig, rl_config(tmp_path / "c.yaml", toy_dir, batch_tasks=3))
-    monkeypatch.setattr(rl, "world_size", lambda: 3)
-    rl.require_hardware(cfg)
-    monkeypatch.setattr(rl, "world_size", lambda: 4)
-    with pytest.raises(config.ConfigError, match="batch_tasks = 3: each of 4 ranks needs a task"):
-        rl.require_hardware(cfg)
-
-
 def test_a_run_whose_servers_do_not_answer_is_refused_before_it_loads_a_model(toy_dir, tmp_path):
     path = rl_config(tmp_path / "c.yaml", toy_dir, rollout={"urls": ["http://127.0.0.1:9"]})
     with pytest.raises(config.ConfigError, match="no server answers at http://127.0.0.1:9"):
@@ -92,16 +83,6 @@ def test_a_gpu_that_trains_and_samples_must_hold_both(toy_dir, capsys):
 def test_every_config_loads_and_names_its_run_after_itself(path):
     cfg = config.load(sft.SFTConfig if "sft" in path.stem else RLConfig, path)
     assert cfg.run.replace("/toy/", "/toy_").removeprefix("runs/") in (path.stem, path.stem.removesuffix("_1gpu"))
-
-
-def test_tp4_is_one_server_on_all_four_gpus_with_the_frames_of_four():
-    cfg, plain = (
-        config.load(RLConfig, REPO / "configs" / f"{name}.yaml") for name in ("paragrpo_8b_tp4", "paragrpo_8b")
-    )
-    changed = differences(asdict(plain), asdict(cfg))
-    assert set(changed) == {"run", "rollout.tensor_parallel", "rollout.server_args"}
-    flags = set(cfg.rollout.server_args) ^ set(plain.rollout.server_args)
-    assert flags == {"--mm-preprocess-cache-size-mb=65536", "--mm-preprocess-cache-size-mb=131072"}
 
 
 def test_all_servers_get_the_same_flags_and_those_of_the_config_after_them(monkeypatch):

@@ -31,7 +31,7 @@ from scripts import (
     start,
     wait_for,
 )
-from short_runs import train, try_out
+from short_runs import pay_by_chance, train, try_out
 
 import rl
 import sft
@@ -42,34 +42,63 @@ from runtime import config, servers
 from runtime.dataset import Dataset
 from runtime.distributed import rank
 from runtime.engine import EngineError
-from runtime.run import clip_gradients
 from runtime.script import run_script
 from runtime.servers import SGLang
 
 run = partial(start, "rl.py")
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(toy_dir, tmp_path, paid_by_chance):
-    whole = train(tmp_path / "whole.yaml", toy_dir, steps=3, grpo={"kl_coef": 0.1})
-    train(tmp_path / "parts.yaml", toy_dir, steps=1, grpo={"kl_coef": 0.1})
-    parts = train(tmp_path / "parts.yaml", toy_dir, steps=3, grpo={"kl_coef": 0.1})
-    assert same_weights(tmp_path / "whole", tmp_path / "parts") and same_metrics(whole, parts)
+@pytest.fixture(scope="module")
+def three_steps(toy_dir, tmp_path_factory) -> Path:
+    """A folder with `whole`, a run of three steps, and `parts`, which stopped after two of them. `two` is its model then."""
+    folder = tmp_path_factory.mktemp("three_steps")
+    more = {"grpo": {"kl_coef": 0.1}, "export_every": 2}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rl, "give_rewards", pay_by_chance)
+        train(folder / "whole.yaml", toy_dir, steps=3, **more)
+        train(folder / "parts.yaml", toy_dir, steps=2, **more)
+        shutil.move(folder / "parts" / "model", folder / "two")
+        train(folder / "parts.yaml", toy_dir, steps=3, **more)
+    return folder
 
-    # The files that a run writes, and the weights that it changes.
-    assert [(line["step"], line["staleness"]) for line in whole] == [(0, 0), (1, 0), (2, 0)]
-    assert all(line["grad_norm"] > 0 for line in whole)
-    assert abs(whole[0]["kl"]) < 1e-6 < whole[2]["kl"] and all(line["logprob_gap"] < 1e-4 for line in whole)
-    assert all(line["share/K=4"] + line["share/K=8"] == 1 for line in whole)
-    kept = (tmp_path / "whole" / "episodes" / "step-000002.jsonl").read_text().splitlines()
+
+def test_a_resumed_run_is_the_uninterrupted_one(three_steps):
+    whole, parts = three_steps / "whole", three_steps / "parts"
+    assert same_weights(whole, parts)
+    assert same_metrics(metrics(whole), metrics(parts))
+
+
+def test_a_run_writes_its_metrics_and_episodes_and_moves_the_weights_that_are_not_frozen(three_steps, toy_dir):
+    whole = three_steps / "whole"
+    lines = metrics(whole)
+    assert [(line["step"], line["staleness"]) for line in lines] == [(0, 0), (1, 0), (2, 0)]
+    assert all(line["grad_norm"] > 0 for line in lines)
+    assert abs(lines[0]["kl"]) < 1e-6 < lines[2]["kl"]
+    assert all(line["logprob_gap"] < 1e-4 for line in lines)
+    assert all(line["share/K=4"] + line["share/K=8"] == 1 for line in lines)
+    kept = (whole / "episodes" / "step-000002.jsonl").read_text().splitlines()
     assert len(kept) == 4 and json.loads(kept[0])["rewards"]
     before = load_file(toy_dir / "model" / "model.safetensors")
-    after = load_file(tmp_path / "whole" / "model" / "model.safetensors")
+    after = load_file(whole / "model" / "model.safetensors")
     moved = {name for name in before if not torch.equal(before[name], after[name])}
-    assert moved and not any(".visual." in name for name in moved)  # the vision tower is frozen
+    assert moved and not any(".visual." in name for name in moved)
 
 
+def test_a_model_of_every_so_many_steps_is_what_a_run_of_these_steps_leaves(three_steps):
+    """A model is written before the state of its step: after a kill between the two, the resumed run writes it again."""
+    [model] = (three_steps / "whole" / "models").iterdir()
+    written = {path.name: path.read_bytes() for path in model.iterdir()}
+    assert model.name == "step-000002"
+    assert written == {path.name: path.read_bytes() for path in (three_steps / "two").iterdir()}
+    assert json.loads(written["rollout.json"]) == {"think_prefix": True}  # as it was trained
+    state = three_steps / "whole" / "state" / "step-00000002"
+    assert model.stat().st_mtime < state.stat().st_mtime
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["qwen2_5_vl"], indirect=True)
-def test_a_published_qwen25_vl_trains_and_its_result_trains_on(checkpoint, toy_dir, tmp_path, paid_by_chance):
+def test_a_published_qwen25_vl_trains_and_its_result_trains_on(checkpoint, toy_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(rl, "give_rewards", pay_by_chance)
     stock = tiny.as_published(checkpoint, tmp_path / "stock")
     (stock / "visual.json").unlink()
     changes = {"visual": {"patch": 14, "frame_pixels": 6 * 28 * 28}, "steps": 2, "grpo": {"kl_coef": 0.1}}
@@ -81,59 +110,37 @@ def test_a_published_qwen25_vl_trains_and_its_result_trains_on(checkpoint, toy_d
     assert changed and not any(name.startswith("visual") for name in changed)
 
 
-def test_a_model_of_every_so_many_steps_is_what_a_run_of_these_steps_leaves(toy_dir, tmp_path, paid_by_chance):
-    """A model is written before the state of its step: after a kill between the two, the resumed run writes it again."""
-    train(tmp_path / "short.yaml", toy_dir, steps=2)
-    assert not (tmp_path / "short" / "models").exists()
-    train(tmp_path / "long.yaml", toy_dir, steps=5, export_every=2)
-    models = tmp_path / "long" / "models"
-    assert sorted(path.name for path in models.iterdir()) == ["step-000002", "step-000004"]
-    written = {path.name: path.read_bytes() for path in (models / "step-000002").iterdir()}
-    assert json.loads(written["rollout.json"]) == {"think_prefix": True}  # as it was trained
-    assert written == {path.name: path.read_bytes() for path in (tmp_path / "short" / "model").iterdir()}
-    assert (models / "step-000004").stat().st_mtime < (tmp_path / "long" / "state" / "step-00000004").stat().st_mtime
-
-
 def test_an_update_that_is_not_finite_is_skipped_and_shown(scripted, toy_dir, tmp_path, monkeypatch, capsys):
-    def clip(policy, largest):
-        norms.append(clip_gradients(policy, largest))
-        return math.nan if len(norms) == 2 else norms[-1]
-
-    norms = []
-    monkeypatch.setattr("runtime.run.clip_gradients", clip)
-    train(tmp_path / "two.yaml", toy_dir, steps=2)
-    assert [line["bad_steps"] for line in metrics(tmp_path / "two")] == [0, 1]
-    assert re.findall(r"step (\d)/2 .* bad_steps 1", capsys.readouterr().out) == ["2"]
-    norms.clear()
-    train(tmp_path / "one.yaml", toy_dir, steps=1)
-    assert same_weights(tmp_path / "one", tmp_path / "two")
+    monkeypatch.setattr("runtime.run.clip_gradients", lambda *_: math.nan)
+    [line] = train(tmp_path / "run.yaml", toy_dir, steps=1)
+    assert line["bad_steps"] == 1
+    assert " bad_steps 1" in capsys.readouterr().out
+    before = load_file(toy_dir / "model" / "model.safetensors")
+    after = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_run_does_not_go_on_from_a_checkpoint_that_was_made_anew(scripted, toy_dir, tmp_path, monkeypatch, capsys):
+def test_a_run_does_not_go_on_from_a_checkpoint_that_was_made_anew(scripted, toy_dir, tmp_path):
     """Past bug: reference and frozen tower came from the new checkpoint, the text model from the old state."""
-    monkeypatch.chdir(tmp_path)
-    more = {"policy": {"checkpoint": "start"}, "plan": {"gpus": 1}, "steps": 1}
-    shutil.copytree(toy_dir / "model", "start")
-    train(tmp_path / "c.yaml", toy_dir, **more)
-    weights = load_file("start/model.safetensors")
-    save_file({name: w + 0.01 for name, w in weights.items()}, "start/model.safetensors", {"format": "pt"})
-    cfg = config.load(RLConfig, rl_config(tmp_path / "c.yaml", toy_dir, **more | {"steps": 2}))
-    changed = r"'start' has changed since .*/c started from it: restore it"
-    with pytest.raises(config.ConfigError, match=changed):
-        rl.main(cfg)
-    with pytest.raises(config.ConfigError, match=changed):
-        try_out(cfg)
-    save_file(weights, "start/model.safetensors", {"format": "pt"})
-    rl.main(cfg)
-    assert len(metrics(tmp_path / "c")) == 2
+    start = tmp_path / "start"
+    shutil.copytree(toy_dir / "model", start)
+    train(tmp_path / "c.yaml", toy_dir, policy={"checkpoint": str(start)}, steps=1)
+    weights = load_file(start / "model.safetensors")
+    save_file({name: w + 0.01 for name, w in weights.items()}, start / "model.safetensors", {"format": "pt"})
+    cfg = config.load(RLConfig, tmp_path / "c.yaml", ["steps=2", "plan.gpus=1"])
+    for go_on in (rl.main, try_out):
+        with pytest.raises(config.ConfigError, match="start' has changed since .*/c started from it: restore it"):
+            go_on(cfg)
+    save_file(weights, start / "model.safetensors", {"format": "pt"})
+    try_out(cfg)
 
 
-def test_a_finished_run_says_so_exports_again_and_samples_no_more(scripted, toy_dir, tmp_path, capsys):
+def test_a_finished_run_exports_again_and_samples_no_more(scripted, toy_dir, tmp_path):
     """Past bug: it started servers and gave them weights, only to export again."""
     for _ in range(2):
         train(tmp_path / "c.yaml", toy_dir, steps=1)
         shutil.rmtree(tmp_path / "c" / "model")  # which is there
-    assert len(scripted) == 1 and capsys.readouterr().out.count("/c: finished; ") == 1
+    assert len(scripted) == 1
 
 
 def test_a_step_without_an_episode_stops_the_run_and_one_goes_on(scripted, toy_dir, tmp_path, monkeypatch, capsys):
@@ -144,18 +151,19 @@ def test_a_step_without_an_episode_stops_the_run_and_one_goes_on(scripted, toy_d
             raise EngineError("gone")
         return generate(own, ids, frames, seed=seed, **more)
 
-    generate, survivor, served = Scripted.generate, None, 2
+    generate, survivor, served = Scripted.generate, None, 1
     monkeypatch.setattr(Scripted, "generate", fail)
-    with pytest.raises(EngineError, match="step 3: none of its 8 episodes ran; the last error: EngineError: gone"):
+    with pytest.raises(EngineError, match="step 2: none of its 8 episodes ran; the last error: EngineError: gone"):
         train(tmp_path / "c.yaml", toy_dir, steps=9, save_every=1)
-    assert len(metrics(tmp_path / "c")) == 2 and "failed_rate" not in capsys.readouterr().out
-    assert sorted(path.name for path in (tmp_path / "c" / "state").iterdir()) == ["step-00000001", "step-00000002"]
+    assert len(metrics(tmp_path / "c")) == 1
+    assert [path.name for path in (tmp_path / "c" / "state").iterdir()] == ["step-00000001"]
 
     served = 0
     task, *_ = Dataset(config.load(RLConfig, tmp_path / "c.yaml").data, parse_task).batch(0, 2)[0]
     survivor = derive_seed(derive_seed(0, 0, task.id, 1), 0)
     [line] = train(tmp_path / "d.yaml", toy_dir, steps=1, rollout={"dispatch": "none"})
-    assert line["failed_rate"] == 7 / 8 and " failed_rate 0.875" in capsys.readouterr().out
+    assert line["failed_rate"] == 7 / 8
+    assert " failed_rate 0.875" in capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -198,44 +206,46 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bits(uninterrupted, t
 # ------------------------------------------------------------------------------------------------ servers that fail
 
 
-def train_beside_servers(cfg: Path, verb: str, call: int, signals: tuple[int, int]) -> None:
-    """Run rl.py with two stand-ins. At this call of the engine after the second update, send each of them a signal."""
+def train_beside_servers(cfg: Path, signals: tuple[int, int]) -> None:
+    """Run rl.py with two stand-ins. Send each of them a signal at the third request after the first update."""
     rl.GAP_LIMIT = 100  # the stand-ins' log-probs are not a model's
     SGLang.request_timeout = 300.0 if all(signals) else 2.0
     rl.require_servers = lambda *_: None
     servers.server_command = lambda checkpoint, renderer, port, extra: fake_server(renderer, port)
-    plain = getattr(SGLang, verb)
-    calls = itertools.count()
+    generate, calls = SGLang.generate, itertools.count(1)
 
     def disturbed(engine, *given, **more):
-        if rank() == 0 and engine.version == 2 and next(calls) == call:
+        if rank() == 0 and engine.version == 1 and next(calls) == 3:
             for server, number in zip(engine.servers, signals):
                 os.killpg(server.process.pid, number)
             pids = " ".join(str(server.process.pid) for server in engine.servers)
             os.write(1, f"\ndisturbed {pids}\n".encode())  # at once: other threads print, too
-        return plain(engine, *given, **more)
+        return generate(engine, *given, **more)
 
-    setattr(SGLang, verb, disturbed)
+    SGLang.generate = disturbed
     run_script(rl.main, config.load(RLConfig, cfg))
 
 
-BESIDE_SERVERS = {"rollout": {"server_gpus": [0, 1], "max_turns": 1}, "staleness": 1, "steps": 5, "save_every": 2}
+BESIDE_SERVERS = {"rollout": {"server_gpus": [0, 1], "max_turns": 1}, "staleness": 1, "steps": 3}
 
 
-@pytest.mark.parametrize("number, told", [(signal.SIGKILL, "exit code -9"), (signal.SIGSTOP, "Read timed out")])
-def test_a_server_that_dies_or_hangs_costs_no_step_and_no_episode(toy_dir, tmp_path, number, told):
+HANGS = pytest.param(2, signal.SIGSTOP, "Read timed out", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("ranks, number, told", [(1, signal.SIGKILL, "exit code -9"), HANGS])
+def test_a_server_that_dies_or_hangs_costs_no_step_and_no_episode(toy_dir, tmp_path, ranks, number, told):
     cfg = rl_config(tmp_path / "c.yaml", toy_dir, **BESIDE_SERVERS)
-    output = finish(Forked(partial(train_beside_servers, cfg, "generate", 3, (number, 0)), ranks=2))
+    output = finish(Forked(partial(train_beside_servers, cfg, (number, 0)), ranks=ranks))
     lines = metrics(tmp_path / "c")
-    assert [line["failed_rate"] for line in lines] == [0] * 5
+    assert [line["failed_rate"] for line in lines] == [0] * 3
     assert (lines[0]["servers"], lines[-1]["servers"]) == (2, 1)
     assert output.count("servers left: 1, because the server on GPU ") == 1 and told in output
 
 
-@pytest.mark.parametrize("verb, call", [("generate", 3), ("update_weights", 0)])
-def test_one_interrupt_ends_a_run_whose_servers_hang(toy_dir, tmp_path, verb, call):
+@pytest.mark.slow
+def test_one_interrupt_ends_a_run_whose_servers_hang(toy_dir, tmp_path):
     cfg = rl_config(tmp_path / "c.yaml", toy_dir, **BESIDE_SERVERS)
-    process = Forked(partial(train_beside_servers, cfg, verb, call, (signal.SIGSTOP, signal.SIGSTOP)))
+    process = Forked(partial(train_beside_servers, cfg, (signal.SIGSTOP, signal.SIGSTOP)))
     wait_for(lambda: "disturbed" in Path(process.log).read_text(), process)
     pids = re.search(r"^disturbed (\d+) (\d+)$", Path(process.log).read_text(), re.M).groups()
     time.sleep(0.5)  # until the main thread waits for them
