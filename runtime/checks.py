@@ -1,21 +1,19 @@
-"""checks.py: refuse what cannot work before a model is loaded and before anything is written.
+"""checks.py: refuse what cannot work, before a model is loaded and before anything is written.
+
+First what is in the run's folder, then the checkpoint, the other nodes, and the engine's servers.
 
 Other refusals stand where their facts are: the config dataclasses refuse values that contradict each other, dataset.py refuses
 rows, plan.py refuses models that do not fit, and rl.require_agreement compares engine and trainer once a run has begun.
 """
 
-import contextlib
 import importlib.util
 import json
 import os
-import shutil
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import requests
 import torch
@@ -33,20 +31,80 @@ from runtime.visual import ContractError, read_json
 
 # Errors that a user can fix: they are shown as one sentence, without a traceback.
 USER_ERRORS = (ConfigError, ContractError, DataError, EngineError, EngineLost, FileNotFoundError)
-# Settings that may change when a run resumes: how long, where and how fast it runs, what it reports, and the remedies for bad
-# steps and rows. A name without a dot stands for the whole section. In data.sources only the folders may change.
+
+# ------------------------------------------------------------------------------------------------ the folder of a run
+
+RESULTS = "*-K*-*.jsonl"  # eval.py's files in RUN: SPLIT-K64-ARM.jsonl
+
+# Settings that may change when a run resumes. A name without a dot stands for the whole section. In data.sources only the
+# folders may change.
 MAY_CHANGE = {
-    "run", "steps", "save_every", "keep", "export_every", "decoders", "plan", "grpo.train_tokens", "pack_tokens",
+    # how long and where it runs
+    "run", "steps", "save_every", "keep", "export_every", "plan", "data.video_root",
+    # how fast it runs
+    "decoders", "grpo.train_tokens", "pack_tokens",
     "policy.family", "policy.dtype", "policy.activation_checkpointing", "policy.logit_chunk",
     "rollout.server_gpus", "rollout.urls", "rollout.tensor_parallel", "rollout.server_args", "rollout.concurrency",
-    "rollout.call_timeout", "rollout.max_batch_tokens", "eval_every", "val", "val_tasks", "val_frames", "dump_groups",
-    "report_to", "data.video_root", "data.max_bad_fraction", "optim",
-    "save_episodes", "api.key", "api.timeout", "grading.judge.url", "grading.judge.key", "grading.judge.timeout",
+    "rollout.call_timeout", "rollout.max_batch_tokens",
+    # what it reports
+    "eval_every", "val", "val_tasks", "val_frames", "dump_groups", "report_to", "save_episodes",
+    # the remedies for bad steps and rows
+    "optim", "data.max_bad_fraction",
+    # access to an API
+    "api.key", "api.timeout", "grading.judge.url", "grading.judge.key", "grading.judge.timeout",
 }  # fmt: skip
 # Settings that add results to an evaluation.
 MAY_GROW = {"splits", "frames", "arms", "limit"}
-RESULTS = "*-K*-*.jsonl"  # eval.py's files in RUN: SPLIT-K64-ARM.jsonl
-SECONDS_TO_FREE = 60.0  # within this time, a server that has just been killed frees its GPU's memory
+
+
+def require_writable(run: str) -> None:
+    """Refuse a run folder that cannot be written."""
+    path = Path(run).absolute()
+    there = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise ConfigError(f"run = {run!r}: {there} is not a writable folder; choose another `run`")
+
+
+def refuse_other_run(cfg: Any) -> None:
+    """Refuse a run folder that holds a model, states or results of another run. Print the settings that may change."""
+    run = Path(cfg.run)
+    if not any((run / "state").glob("step-*")) and not (run / "model").exists() and not any(run.glob(RESULTS)):
+        return  # nothing can be overwritten
+    if not (run / "config.yaml").exists():
+        raise ConfigError(
+            f"{run} has a model, states or results, but no config.yaml, so its run is unknown: choose another `run`"
+        )
+    advice = "choose another `run`, or delete the folder"
+    try:  # a setting that is newer than the run had its default value there
+        before = load(type(cfg), run / "config.yaml")
+    except ConfigError as error:
+        raise ConfigError(
+            f"{run} is of another script, or of another version of this code ({error}): {advice}"
+        ) from None
+    changed = []
+    allowed = []
+    for key, text in differences(comparable(before), comparable(cfg)).items():
+        if {key, key.partition(".")[0]} & (MAY_CHANGE | MAY_GROW):
+            allowed.append(text)
+        else:
+            changed.append(text)
+    if allowed:
+        print0(f"{run} has other settings than before: {'; '.join(allowed)}")
+    if changed:
+        raise ConfigError(
+            f"{run} belongs to a run with other settings ({'; '.join(changed)}), so it cannot resume: {advice}"
+        )
+
+
+def comparable(cfg: Any) -> dict:
+    """Return a config as nested mappings, without the folders of a training's data files, which may move."""
+    tree = asdict(cfg)
+    for source in tree.get("data", {}).get("sources", ()):
+        source["path"] = Path(source["path"]).name
+    return tree
+
+
+# ------------------------------------------------------------------------------------------------ the checkpoint
 
 
 def refuse_replaced_checkpoint(run: Path, checkpoint: Path) -> None:
@@ -110,6 +168,9 @@ def template_problem(renderer: Renderer, schemas: list[dict]) -> str:
     return ""
 
 
+# ------------------------------------------------------------------------------------------------ the nodes
+
+
 def refuse_unlike_nodes(cfg: RunConfig, start: Path) -> None:
     """Refuse ranks that see another run folder than rank 0, or have other settings, code or another cold start."""
     lock = Path(cfg.run) / ".lock"
@@ -127,51 +188,9 @@ def refuse_unlike_nodes(cfg: RunConfig, start: Path) -> None:
             )
 
 
-def require_writable(run: str) -> None:
-    """Refuse a run folder that cannot be written."""
-    path = Path(run).absolute()
-    there = next(folder for folder in (path, *path.parents) if folder.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise ConfigError(f"run = {run!r}: {there} is not a writable folder; choose another `run`")
+# ------------------------------------------------------------------------------------------------ the servers
 
-
-def refuse_other_run(cfg: Any) -> None:
-    """Refuse a run folder that holds a model, states or results of another run. Print the settings that may change."""
-    run = Path(cfg.run)
-    if not any((run / "state").glob("step-*")) and not (run / "model").exists() and not any(run.glob(RESULTS)):
-        return  # nothing can be overwritten
-    if not (run / "config.yaml").exists():
-        raise ConfigError(
-            f"{run} has a model, states or results, but no config.yaml, so its run is unknown: choose another `run`"
-        )
-    advice = "choose another `run`, or delete the folder"
-    try:  # a setting that is newer than the run had its default value there
-        before = load(type(cfg), run / "config.yaml")
-    except ConfigError as error:
-        raise ConfigError(
-            f"{run} is of another script, or of another version of this code ({error}): {advice}"
-        ) from None
-    changed = []
-    allowed = []
-    for key, text in differences(comparable(before), comparable(cfg)).items():
-        if {key, key.partition(".")[0]} & (MAY_CHANGE | MAY_GROW):
-            allowed.append(text)
-        else:
-            changed.append(text)
-    if allowed:
-        print0(f"{run} has other settings than before: {'; '.join(allowed)}")
-    if changed:
-        raise ConfigError(
-            f"{run} belongs to a run with other settings ({'; '.join(changed)}), so it cannot resume: {advice}"
-        )
-
-
-def comparable(cfg: Any) -> dict:
-    """Return a config as nested mappings, without the folders of a training's data files, which may move."""
-    tree = asdict(cfg)
-    for source in tree.get("data", {}).get("sources", ()):
-        source["path"] = Path(source["path"]).name
-    return tree
+SECONDS_TO_FREE = 60.0  # within this time, a server that has just been killed frees its GPU's memory
 
 
 def require_servers(cfg: EngineConfig, ranks: int = 0) -> None:
@@ -180,7 +199,6 @@ def require_servers(cfg: EngineConfig, ranks: int = 0) -> None:
         require_urls(cfg.urls)
     elif cfg.server_gpus:
         require_gpus(cfg, ranks)
-        require_compiler()
 
 
 def require_gpus(cfg: EngineConfig, ranks: int) -> None:
@@ -209,29 +227,10 @@ def require_gpus(cfg: EngineConfig, ranks: int) -> None:
             )
 
 
-def require_compiler() -> None:
-    """Refuse a machine without nvcc."""
-    homes = filter(None, (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"))
-    if not shutil.which("nvcc") and not any(Path(home, "bin/nvcc").exists() for home in homes):
-        raise ConfigError("nvcc is not found, and SGLang compiles kernels with it: put it on PATH, or set CUDA_HOME")
-
-
 def require_urls(urls: Sequence[str]) -> None:
-    """Refuse URLs of other machines, and those where no server answers."""
+    """Refuse URLs where no server answers."""
     for url in urls:
-        if not on_this_machine(urlsplit(url).hostname):
-            raise ConfigError(f"{url} is not on this machine, whose files servers read; start a server here")
         try:
             ask(url.rstrip("/") + "/model_info", 10.0)
         except (requests.RequestException, EngineError) as error:
             raise ConfigError(f"no server answers at {url}; start it, or correct http://HOST:PORT: {error}") from None
-
-
-def on_this_machine(host: str | None) -> bool:
-    """Return whether a host is this machine: a socket can only be bound to an address of its own."""
-    with contextlib.suppress(OSError):  # an unknown name, or no address of ours
-        for family, *_, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-            with socket.socket(family) as probe:
-                probe.bind(address)
-                return True
-    return False

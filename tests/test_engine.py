@@ -10,7 +10,6 @@ import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -467,23 +466,16 @@ def test_servers_need_whole_groups_of_gpus():
             RolloutConfig(tensor_parallel=2, **wrong)
 
 
-def test_what_servers_cannot_run_with_is_refused(monkeypatch, tmp_path):
-    """A server has no room beside another process. A server without nvcc exits at its first request, after minutes."""
+def test_what_servers_cannot_run_with_is_refused(monkeypatch):
+    """A server has no room beside another process."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.setattr("torch.cuda.device_memory_used", lambda gpu: (1 + 69 * gpu) << 30)
     monkeypatch.setattr("runtime.checks.SECONDS_TO_FREE", 0)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     with pytest.raises(ConfigError, match=r"another process holds 70 GiB of GPU 1; end it \(`nvidia-smi`"):
         require_servers(RolloutConfig(server_gpus=(0, 1)))
-    if not Path("/usr/local/cuda/bin/nvcc").exists():
-        for change in ({"server_gpus": (0,)}, {"server_gpus": (1,), "server_args": ["--mem-fraction-static=0.1"]}):
-            with pytest.raises(ConfigError, match="nvcc is not found, .* set CUDA_HOME"):
-                require_servers(RolloutConfig(**change))
-    (tmp_path / "cuda/bin").mkdir(parents=True)
-    (tmp_path / "cuda/bin/nvcc").touch()
     require_servers(RolloutConfig(server_gpus=(0,)))
+    require_servers(RolloutConfig(server_gpus=(1,), server_args=("--mem-fraction-static=0.1",)))
 
 
 def test_with_urls_no_gpu_is_needed(serve, monkeypatch):
@@ -497,20 +489,12 @@ def test_the_memory_of_a_server_that_was_killed_is_waited_for(monkeypatch):
     used = [70, 69, 1]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    monkeypatch.setattr("shutil.which", lambda name: name)
     monkeypatch.setattr("torch.cuda.device_memory_used", lambda gpu: (used.pop(0) if used[1:] else used[0]) << 30)
     require_servers(RolloutConfig(server_gpus=(0,)))
     assert used == [1]
 
 
-def test_only_servers_of_this_machine_may_be_named(serve):
-    """By any of its names: servers read frames and weights from its files."""
-    port = urlsplit(serve().urls[0]).port
-    for host in ("localhost", "127.0.0.1", "127.1", socket.gethostname()):
-        require_urls([f"http://{host}:{port}/"])
-    for host in ("192.0.2.1", "no-such-host.invalid"):
-        with pytest.raises(ConfigError, match=rf"http://{host}:1 is not on this machine, whose files servers read"):
-            require_urls([f"http://{host}:1"])
+def test_urls_without_a_server_are_refused():
     with pytest.raises(ConfigError, match="no server answers at http://127.0.0.1:9; start it, or correct"):
         require_urls(["http://127.0.0.1:9"])
 
