@@ -30,17 +30,17 @@ class ConfigError(ValueError):
 
 
 class Loader(yaml.SafeLoader):
-    """YAML whose keys are texts, each once in its mapping. YAML itself takes the last of two, and reads `on` as true."""
+    """YAML whose keys stand once in their mapping. YAML itself takes the last of two."""
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
-            where = f"the key {key.value!r} in line {key.start_mark.line + 1}"
-            if key.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
-                raise ConfigError(f"{where} is no text: quote it")
             if key.value in seen:
-                raise ConfigError(f"{where} stands twice in its mapping: keep one of the two")
+                line = key.start_mark.line + 1
+                raise ConfigError(
+                    f"the key {key.value!r} in line {line} stands twice in its mapping: keep one of the two"
+                )
             seen.add(key.value)
         return node
 
@@ -108,7 +108,7 @@ def build(cls: type, tree: dict, prefix: str, defaults: Any = None) -> Any:
         values |= vars(defaults)
     for key, value in tree.items():
         if key not in hints:
-            raise ConfigError(f"{prefix}{key}: unknown key; {suggest(key, hints, prefix)}")
+            raise ConfigError(f"{prefix}{key}: unknown key; {suggest(str(key), hints, prefix)}")
         default = values.get(key, getattr(cls, key, None))
         values[key] = _coerce(hints[key], value, prefix + key, default)
     for field in dataclasses.fields(cls):
