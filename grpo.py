@@ -236,7 +236,7 @@ def accumulate(
 
     `temperature`: the one at which the tokens were sampled."""
     # L = sum of l_i,t over all sampled tokens of all ranks / their number
-    sums = {"tokens": 0.0, "loss": 0.0}
+    sums = {"tokens": 0.0, "loss": 0.0, "logprob_gap": 0.0, "entropy": 0.0}  # a rank without groups has these, too
     gaps = [0.0]
     for micro in micro_batches(train_groups, cfg.train_tokens):
         losses, stats = micro_batch_losses(policy, reference, micro, temperature, cfg)
@@ -253,8 +253,7 @@ def accumulate(
     sums = sum_over_ranks(sums)
     learned_tokens = sums.pop("tokens")
     loss = sums.pop("loss")
-    means = {name: value / max(1.0, learned_tokens) for name, value in sums.items()}
-    measured = {"logprob_gap": 0.0, "entropy": 0.0} | means
+    measured = {name: value / max(1.0, learned_tokens) for name, value in sums.items()}
     measured["logprob_gap_max"] = float(np.max(gather(np.max(gaps))))  # NaN if any gap is NaN
     return measured | {"loss": loss, "learned_tokens": learned_tokens}
 

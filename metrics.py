@@ -1,11 +1,10 @@
-"""metrics.py: what a step measures, one number per name.
+"""metrics.py: what a step's episodes show, one number per name.
 
     add_format_metrics(groups, renderer, cfg)    # into the episodes' rewards: their tags, and f on the paper's scale
     describe(groups, ks, step)                   # means over all ranks: rewards, calls, reports, lengths
-    speed(policy_cfg, tokens, seconds)           # tokens per second, MFU
 
-grpo.accumulate measures the update itself (loss, KL, entropy, log-prob gaps). runtime/run.py writes all of it to
-RUN/metrics.jsonl.
+grpo.accumulate measures the update (loss, KL, entropy, log-prob gaps), and runtime/run.py the speed. The latter also writes all
+of it to RUN/metrics.jsonl.
 """
 
 import contextlib
@@ -14,19 +13,11 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-import torch
-
 from episode import CALL_ERRORS, Episode, Group, Trajectory
 from rewards import FORMAT_WEIGHTS, TAG_LIMITS, Elements, RewardConfig, is_spam, split_turn, turn_texts
-from runtime.distributed import gather, mean_over_ranks, world_size
-from runtime.plan import count, meta_policy
-from runtime.policy import PolicyConfig
+from runtime.distributed import gather, mean_over_ranks
 from runtime.render import TAG, Renderer
 from tools import TOOLS
-
-# Dense bf16 TFLOPS by a part of the GPU's CUDA name, from the data sheets.
-PEAK_TFLOPS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312}
-
 
 # ------------------------------------------------------------------------------------------------ means over a step
 
@@ -182,25 +173,3 @@ def contains_call(text: str) -> bool:
 
 def sampled_text(trajectory: Trajectory, renderer: Renderer) -> str:
     return renderer.decode([id for id, sampled in zip(trajectory.ids, trajectory.mask) if sampled])
-
-
-# ------------------------------------------------------------------------------------------------ speed
-
-
-def speed(cfg: PolicyConfig, tokens: int, seconds: float) -> dict[str, float]:
-    """Return the tokens per second of all ranks together, and the MFU, from this rank's tokens and seconds."""
-    tokens = sum(gather(tokens))
-    slowest = max(gather(seconds))
-    return {"trained_tokens_per_second": tokens / slowest} | utilisation(cfg, tokens, slowest, world_size())
-
-
-def utilisation(cfg: PolicyConfig, tokens: int, seconds: float, gpus: int) -> dict[str, float]:
-    """Return the MFU, the useful share of the GPUs' peak. Empty on a CPU or an unknown GPU."""
-    for part, tflops in PEAK_TFLOPS.items():
-        if torch.cuda.is_available() and part in torch.cuda.get_device_name():
-            policy = meta_policy(cfg)
-            # 2 N FLOPs per token forward and 4 N backward, for N trained weights without the embedding. (If it is tied to the
-            # head, the head is left out with it.) Attention adds little at these lengths.
-            flops = 6 * (count(policy, trained=True) - policy.text.embed_tokens.weight.numel()) * tokens
-            return {"mfu": flops / (gpus * tflops * 1e12 * seconds)}
-    return {}

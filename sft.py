@@ -26,7 +26,6 @@ import numpy as np
 import torch
 
 from data import Dialogue, Media, parse_dialogue
-from metrics import utilisation
 from runtime.checkpoints import load_policy
 from runtime.config import refuse_below_1, suggest
 from runtime.dataset import DataConfig, DataError, Dataset, RowError, row_errors
@@ -35,20 +34,10 @@ from runtime.packing import Bundle, best_fit
 from runtime.plan import Plan, plan_training
 from runtime.policy import Policy
 from runtime.render import TAG, Renderer
-from runtime.run import OptimConfig, Run, RunConfig, make_optimizer, optimizer_step, require_memory
+from runtime.run import OptimConfig, Run, RunConfig, make_optimizer, optimizer_step, require_memory, utilisation
 from runtime.script import Script, command_line, open_run, run_training
 from runtime.video import Videos
 from tools import TOOLS, schemas_of
-
-# Patterns for the kinds of text in an assistant's turn. Group 1 of a match is text of that kind. A later kind overwrites an
-# earlier one. All other text is prose.
-KIND_PATTERNS = {
-    "arguments": re.compile(r"<tool_call>(.*?)</tool_call>", re.S),
-    "untagged_answer": re.compile(r"answer is ([^\n<.]+)", re.I),
-    "answer": re.compile(r"<answer>(.*?)</answer>", re.S),
-    "structure": re.compile(f"({TAG.pattern})"),
-}
-TOKEN_KINDS = ("prose", *KIND_PATTERNS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,40 +178,7 @@ def batch_loss(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
     return measured
 
 
-# ------------------------------------------------------------------------------------------------ batches
-
-
-class Batches:
-    """This rank's batches from a data source, by step number."""
-
-    def __init__(self, source: DataConfig, cfg: SFTConfig, videos: Videos, renderer: Renderer):
-        self.dataset = Dataset(source, parse_dialogue)
-        self.cfg, self.videos, self.renderer = cfg, videos, renderer
-
-    def make(self, step: int, size: int | None = None) -> list[MicroBatch]:
-        """Read this rank's share of a step's rows and pack it. Unusable rows are counted and left out."""
-        draws = self.dataset.batch(step, size or self.cfg.batch_rows, rank(), world_size())
-        with ThreadPoolExecutor(2 * self.cfg.decoders, "row") as readers:
-            encode = partial(encode_row, cfg=self.cfg, renderer=self.renderer, videos=self.videos)
-            futures = [readers.submit(encode, draw.item) for draw in draws]
-        rows, row_weights = [], []
-        for draw, future in zip(draws, futures):
-            try:
-                rows.append(future.result())
-                row_weights.append(draw.loss_weight)
-            except RowError as error:
-                self.dataset.reject(draw.item.id, str(error))
-
-        batch = []
-        for members in best_fit([len(bundle) for bundle in rows], self.cfg.pack_tokens):
-            loss_weights, kinds = [], []
-            for i in members:
-                for kind in target_kinds(rows[i], self.renderer):
-                    loss_weights.append(row_weights[i] * self.cfg.kind_weights.get(kind, 1.0))
-                    kinds.append(kind)
-            bundles = [rows[i] for i in members]
-            batch.append(MicroBatch(bundles, np.array(loss_weights, np.float32), np.array(kinds, str)))
-        return batch
+# ------------------------------------------------------------------------------------------------ rows
 
 
 def encode_row(dialogue: Dialogue, cfg: SFTConfig, renderer: Renderer, videos: Videos) -> Bundle:
@@ -266,6 +222,57 @@ def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tool
     return Bundle.conversation(rendered.ids, rendered.mask, rendered.clips)
 
 
+# ------------------------------------------------------------------------------------------------ batches
+
+
+class Batches:
+    """This rank's batches from a data source, by step number."""
+
+    def __init__(self, source: DataConfig, cfg: SFTConfig, videos: Videos, renderer: Renderer):
+        self.dataset = Dataset(source, parse_dialogue)
+        self.cfg = cfg
+        self.videos = videos
+        self.renderer = renderer
+
+    def make(self, step: int, size: int | None = None) -> list[MicroBatch]:
+        """Read this rank's share of a step's rows and pack it. Unusable rows are counted and left out."""
+        draws = self.dataset.batch(step, size or self.cfg.batch_rows, rank(), world_size())
+        with ThreadPoolExecutor(2 * self.cfg.decoders, "row") as readers:
+            encode = partial(encode_row, cfg=self.cfg, renderer=self.renderer, videos=self.videos)
+            futures = [readers.submit(encode, draw.item) for draw in draws]
+        rows, row_weights = [], []
+        for draw, future in zip(draws, futures):
+            try:
+                rows.append(future.result())
+                row_weights.append(draw.loss_weight)
+            except RowError as error:
+                self.dataset.reject(draw.item.id, str(error))
+
+        batch = []
+        for members in best_fit([len(bundle) for bundle in rows], self.cfg.pack_tokens):
+            loss_weights, kinds = [], []
+            for i in members:
+                for kind in target_kinds(rows[i], self.renderer):
+                    loss_weights.append(row_weights[i] * self.cfg.kind_weights.get(kind, 1.0))
+                    kinds.append(kind)
+            bundles = [rows[i] for i in members]
+            batch.append(MicroBatch(bundles, np.array(loss_weights, np.float32), np.array(kinds, str)))
+        return batch
+
+
+# ------------------------------------------------------------------------------------------------ kinds of tokens
+
+# Patterns for the kinds of text in an assistant's turn. Group 1 of a match is text of that kind. A later kind overwrites an
+# earlier one. All other text is prose.
+KIND_PATTERNS = {
+    "arguments": re.compile(r"<tool_call>(.*?)</tool_call>", re.S),
+    "untagged_answer": re.compile(r"answer is ([^\n<.]+)", re.I),
+    "answer": re.compile(r"<answer>(.*?)</answer>", re.S),
+    "structure": re.compile(f"({TAG.pattern})"),
+}
+TOKEN_KINDS = ("prose", *KIND_PATTERNS)
+
+
 def target_kinds(bundle: Bundle, renderer: Renderer) -> list[str]:
     """Return the kind of each target token, one of TOKEN_KINDS."""
     [ids], [mask] = bundle.suffixes, bundle.masks
@@ -299,6 +306,8 @@ def token_kind(kinds: list[str]) -> str:
         return "structure"  # `</think>`, `</`
     return content[-1]  # `red`, `>B`, `]</`
 
+
+# ------------------------------------------------------------------------------------------------ the script
 
 require_hardware = partial(require_memory, plans=plan_sft)
 SCRIPT = Script(main, parse_dialogue, count_tokens, require_hardware)

@@ -32,8 +32,8 @@ from torch.optim import Optimizer
 from runtime.checkpoints import export, load_state, save_state, weights_digest
 from runtime.config import refuse_below_1
 from runtime.dataset import DataConfig
-from runtime.distributed import local_size, peak_memory, print0, rank
-from runtime.plan import GIB, Plan, PlanConfig, meta_policy
+from runtime.distributed import gather, local_size, peak_memory, print0, rank, world_size
+from runtime.plan import GIB, Plan, PlanConfig, count, meta_policy
 from runtime.policy import Policy, PolicyConfig, dtype_of
 from runtime.prompts import OURS, Prompts
 from runtime.visual import VisualContract
@@ -133,11 +133,7 @@ class RunConfig:
     plan: PlanConfig = PlanConfig()
 
     def __post_init__(self):
-        if self.eval_every < 1:
-            raise ValueError(f"eval_every = {self.eval_every}: must be at least 1; `val: null` evaluates nothing")
-        refuse_below_1(self, "steps", "save_every", "keep", "decoders")
-        if not self.run.strip():
-            raise ValueError(f"run = {self.run!r}: the run would use the current folder; name a folder")
+        refuse_below_1(self, "steps", "eval_every", "save_every", "keep", "decoders")
         for name in self.report_to:
             if importlib.util.find_spec(name) is None:
                 raise ValueError(f"report_to = {list(self.report_to)}: {name} is not installed; `pip install {name}`")
@@ -181,7 +177,10 @@ class Run:
     """The progress of a run: steps done, and metrics."""
 
     def __init__(self, cfg: RunConfig, name: str, shown: Sequence[str], policy: Policy, optimizer: Optimizer):
-        self.cfg, self.folder, self.policy, self.optimizer = cfg, Path(cfg.run), policy, optimizer
+        self.cfg = cfg
+        self.folder = Path(cfg.run)
+        self.policy = policy
+        self.optimizer = optimizer
         self.steps_done = load_state(self.folder / "state", policy, optimizer)
         if self.steps_done >= cfg.steps:
             print0(f"{self.folder}: finished; the model of step {self.steps_done} is exported again")
@@ -227,6 +226,12 @@ class Run:
             (folder / "rollout.json").write_text(json.dumps({"think_prefix": self.cfg.think_prefix}))
 
 
+# ------------------------------------------------------------------------------------------------ speed
+
+# Dense bf16 TFLOPS by a part of the GPU's CUDA name, from the data sheets.
+PEAK_TFLOPS = {"H100": 989, "H200": 989, "B200": 2250, "A100": 312}
+
+
 class Clock:
     """Seconds per phase of a step, on this rank."""
 
@@ -239,6 +244,25 @@ class Clock:
         self.seconds[f"{phase}_seconds"] = now - self._last
         self.seconds["seconds"] += now - self._last
         self._last = now
+
+
+def speed(cfg: PolicyConfig, tokens: int, seconds: float) -> dict[str, float]:
+    """Return the trained tokens per second of all ranks together, and the MFU, from this rank's tokens and seconds."""
+    tokens = sum(gather(tokens))
+    slowest = max(gather(seconds))
+    return {"trained_tokens_per_second": tokens / slowest} | utilisation(cfg, tokens, slowest, world_size())
+
+
+def utilisation(cfg: PolicyConfig, tokens: int, seconds: float, gpus: int) -> dict[str, float]:
+    """Return the MFU, the useful share of the GPUs' peak. Empty on a CPU or an unknown GPU."""
+    for part, tflops in PEAK_TFLOPS.items():
+        if torch.cuda.is_available() and part in torch.cuda.get_device_name():
+            policy = meta_policy(cfg)
+            # 2 N FLOPs per token forward and 4 N backward, for N trained weights without the embedding. (If it is tied to the
+            # head, the head is left out with it.) Attention adds little at these lengths.
+            flops = 6 * (count(policy, trained=True) - policy.text.embed_tokens.weight.numel()) * tokens
+            return {"mfu": flops / (gpus * tflops * 1e12 * seconds)}
+    return {}
 
 
 # ------------------------------------------------------------------------------------------------ metrics
@@ -265,13 +289,12 @@ class Metrics:
         if "wandb" in cfg.report_to:  # a resumed run appears as a new run of the same name
             import wandb
 
-            project = os.environ.get("WANDB_PROJECT", "minparavt")
-            self._wandb = wandb.init(project=project, name=cfg.run, dir=cfg.run, config=asdict(cfg))
+            self._wandb = wandb.init(name=cfg.run, dir=cfg.run, config=asdict(cfg))
 
         # Keep the lines of the steps that are done. Later steps run again, and a killed run may leave half a line.
         lines = self._path.read_text().splitlines() if self._path.exists() else []
         whole = [line for line in lines if line.endswith("}")]
-        kept = [line for line in whole if json.loads(line).get("step", steps_done) < steps_done]
+        kept = [line for line in whole if json.loads(line)["step"] < steps_done]
         write_whole(self._path, "".join(line + "\n" for line in kept))
 
     def write(self, step: int, values: dict[str, float]) -> None:

@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from episode import Trajectory
-from metrics import utilisation
 from rl import logprob_gap
 from runtime.checkpoints import export, load_policy, load_state, save_state
 from runtime.distributed import peak_memory
@@ -34,7 +33,7 @@ from runtime.inprocess import InProcess
 from runtime.packing import Bundle, Segment
 from runtime.plan import PUBLISHED, plan_training
 from runtime.policy import PolicyConfig, lay_out_keys, pick_kernel
-from runtime.run import OptimConfig, make_optimizer, optimizer_step
+from runtime.run import OptimConfig, make_optimizer, optimizer_step, utilisation
 from runtime.video import Clip
 from runtime.visual import VisualContract
 

@@ -7,10 +7,11 @@ import pytest
 import yaml
 
 from episode import CALL_ERRORS, Call, Episode, Group, Task, Trajectory
-from metrics import add_format_metrics, describe, f_release, format_metrics, utilisation
-from rewards import PARTS, TAG_LIMITS, Anchor, RewardConfig, give_rewards
+from metrics import describe, f_release, format_metrics
+from rewards import TAG_LIMITS, Anchor, RewardConfig
 from runtime.policy import PolicyConfig
 from runtime.render import END_OF_TURN
+from runtime.run import utilisation
 from study.lab import Characters, episode_of_turns
 
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 16}}\n</tool_call>'
@@ -99,17 +100,6 @@ def test_a_kind_of_error_that_only_another_rank_has_seen_is_counted_over_the_cal
 
 
 # ------------------------------------------------------------------------------------------------ the tags of an episode
-
-
-def test_each_episode_that_ran_also_gets_what_no_reward_needs():
-    ran, failed = (episode_of_turns([DONE], MCQ, Characters()) for _ in range(2))
-    failed.error_kind = "JudgeError"
-    groups = [Group(MCQ, 64, [ran, failed])]
-    give_rewards(groups, Characters(), PLAIN)
-    add_format_metrics(groups, Characters(), PLAIN)
-    names = ["spam/think", "surplus/think", "closure/think", "spam/answer", "surplus/answer", "closure/answer"]
-    assert list(ran.rewards) == [*PARTS, *names, "spam/tool_call", "surplus/tool_call", "f_release"]
-    assert not failed.rewards
 
 
 def test_spam_is_a_rate_over_all_episodes():

@@ -79,7 +79,6 @@ def typed(desk, monkeypatch, capsys):
 
 MISTAKES = [  # the page has more
     # the command line and YAML
-    ("a blank run", f"{SFT} run=\"' '\"", "run = ' ': the run would use the current folder; name a folder"),
     ("an unknown tool", f"{SFT} tools=[crop]", "tools = ['crop']: not in tools.TOOLS; choose from crop_video"),
     ("a misspelled command", "eval.py tabel runs/x", "tabel: neither a config nor a command; did you mean table?"),
     # checkpoints

@@ -282,7 +282,7 @@ def test_a_first_batch_with_a_gap_that_is_no_number_is_refused(draw, toy_dir, mo
 
 def test_a_step_whose_log_probs_are_not_numbers_ends_the_run(scripted, toy_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(rl, "accumulate", lambda *_: NO_UPDATE | {"logprob_gap": math.nan, "logprob_gap_max": math.nan})
-    with pytest.raises(EngineError, match="step 1: .* differ by nan on average, nan at most"):
+    with pytest.raises(EngineError, match="step 1: .* differ by nan on average"):
         rl.main(config.load(RLConfig, rl_config(tmp_path / "c.yaml", toy_dir, steps=1)))
 
 
