@@ -25,9 +25,13 @@ from tools import TOOLS
 def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str, float]:
     """Return a step's metrics, averaged over all ranks. `ks`: the values of K that are drawn.
 
-    Each metric is a mean over: groups (share/K and flat_groups), all episodes (failed_rate), calls (call_errors/...), calls that
-    ran (calls/distinct: 1 unless an earlier call of the episode was exactly the same), sub-agents' reports (report/...), episodes
-    that called (parallel_rate), or the episodes that ran (all others), as far as they have the key: a K, or an opened tag."""
+    share/K=..., flat_groups    mean over the groups
+    failed_rate                 over all episodes
+    parallel_rate               over the episodes that called
+    call_errors/...             over all calls
+    calls/distinct              over the calls that ran: 1 unless the episode made exactly the same call before
+    report/...                  over the sub-agents' reports
+    all others                  over the episodes that ran and have the key: a K, or an opened tag"""
     seen: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         for k in ks:

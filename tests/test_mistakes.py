@@ -84,15 +84,13 @@ MISTAKES = [  # the page has more
     # checkpoints
     ("any folder", f"{SFT} policy.checkpoint=holiday", "holiday has no config.json: it is no checkpoint; a training leaves its own in RUN/model"),
     ("another script's run", f"{SFT} run=other", "other is of another script, or of another version of this code (other/config.yaml: group_size: unknown key"),
-    ("its own start, by another name", f"{RL} policy.checkpoint=same/model run=linked", "'same/model' is in the folder of run = 'linked'"),
     ("a folder that is no run's", f"{RL} policy.checkpoint=shards run=same", "same has a model, states or results, but no config.yaml, so its run is unknown: choose another `run`"),
-    ("an unknown family in an evaluation", f"{EVAL} checkpoint=unknown --dry-run", "not 'foo_vl'; install SGLang, or set rollout.urls"),
+    ("its own start, by another name", f"{RL} policy.checkpoint=same/model run=linked", "'same/model' is in the folder of run = 'linked'"),
     ("a missing shard, tried out", f"{SFT} policy.checkpoint=shards --dry-run", "error: shards lacks model-00002-of-00002.safetensors, which its index names: copy or download it again"),
     ("a template that opens thoughts", f"{SFT} policy.checkpoint=thinking", "thinking: its chat template does not continue a dialogue as rollouts do: after "),
     ("other frames than the checkpoint's", f"{SFT} visual.frame_pixels=65536", "made under another visual contract (frame_pixels: this run has 65536, the checkpoint 1024; "),
     ("another family", f"{RL} policy.checkpoint=unknown", "unknown is a 'foo_vl' model; this code trains qwen3_vl and qwen2_5_vl"),
     # data
-    ("no such data", f"{SFT} 'data.sources=[{{path: gone.parquet}}]'", "gone.parquet: no such data file; a relative path starts at"),
     ("rows of another script", f"{SFT} 'data.sources=[{{path: toy_data/rl.parquet}}]'", "an SFT row needs the field `messages`; this one has prompt"),
     ("a column of another name", f"{RL} 'data.sources=[{{path: mine/rows.jsonl}}]'", "`videos` names no video; the row has video, prompt"),
     # settings that passed the dry run and crashed the run
