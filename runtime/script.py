@@ -107,6 +107,48 @@ def end_process(status: int | str | None) -> NoReturn:
     os._exit(status or 0)
 
 
+# ------------------------------------------------------------------------------------------------ what a script works on
+
+
+def open_checkpoint(
+    name: str, visual: VisualContract | None = None, prompts: Prompts | None = None, weights: bool = True
+) -> tuple[Path, Renderer]:
+    """Return a checkpoint's folder and its renderer. Refuse another visual contract or other prompts than it was trained with;
+    None: its own. Without `weights`, fetch only its small files."""
+    source = find_checkpoint(name, weights)
+    visual = visual or VisualContract.load(source)
+    prompts = prompts or Prompts.load(source)
+    visual.refuse_unlike(source)
+    prompts.refuse_unlike(source)
+    return source, Renderer(load_tokenizer(source), visual, prompts)
+
+
+@contextlib.contextmanager
+def only_run_in(run: Path) -> Iterator[None]:
+    """Hold RUN/.lock until this process ends, even by kill -9. Refuse a folder that another process holds."""
+    run.mkdir(parents=True, exist_ok=True)
+    with open(run / ".lock", "a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise ConfigError(
+                f"run = {str(run)!r}: {lock.read()} is using this folder; wait, or choose another `run`"
+            ) from None
+        except OSError as error:  # some shared file systems have no locks
+            print(f"{run}/.lock: {error}; make sure that no other run uses this folder")
+        lock.truncate(0)
+        print(f"process {os.getpid()} on {os.uname().nodename}", end="", file=lock, flush=True)
+        os.fsync(lock.fileno())  # the other nodes read it
+        yield
+
+
+def passed(check: str, dry: bool) -> None:
+    """Tell, in a dry run, that a check has passed."""
+    if dry:
+        print(f"  ok      {check}")
+
+
 # ------------------------------------------------------------------------------------------------ sft.py and rl.py
 
 
@@ -147,7 +189,9 @@ def open_run(cfg: RunConfig, script: Script) -> Iterator[tuple[Path, Renderer]]:
     All ranks check, and the first one reports."""
     require_ready(cfg, script, dry=False)
     source, renderer = open_start(cfg)
-    with only_run_in(Path(cfg.run)) if rank() == 0 else contextlib.nullcontext():
+    with contextlib.ExitStack() as held:
+        if rank() == 0:
+            held.enter_context(only_run_in(Path(cfg.run)))
         barrier()  # the others read the lock
         refuse_unlike_nodes(cfg, source)
         yield source, renderer
@@ -174,45 +218,6 @@ def open_start(cfg: RunConfig) -> tuple[Path, Renderer]:
         refuse_other_weights(Path(cfg.run), source, f"policy.checkpoint = {cfg.policy.checkpoint!r}")
     refuse_template(source, renderer, cfg.schemas)
     return source, renderer
-
-
-def passed(check: str, dry: bool) -> None:
-    """Tell, in a dry run, that a check has passed."""
-    if dry:
-        print(f"  ok      {check}")
-
-
-def open_checkpoint(
-    name: str, visual: VisualContract | None = None, prompts: Prompts | None = None, weights: bool = True
-) -> tuple[Path, Renderer]:
-    """Return a checkpoint's folder and its renderer. Refuse another visual contract or other prompts than it was trained with;
-    None: its own. Without `weights`, fetch only its small files."""
-    source = find_checkpoint(name, weights)
-    visual = visual or VisualContract.load(source)
-    prompts = prompts or Prompts.load(source)
-    visual.refuse_unlike(source)
-    prompts.refuse_unlike(source)
-    return source, Renderer(load_tokenizer(source), visual, prompts)
-
-
-@contextlib.contextmanager
-def only_run_in(run: Path) -> Iterator[None]:
-    """Hold RUN/.lock until this process ends, even by kill -9. Refuse a folder that another process holds."""
-    run.mkdir(parents=True, exist_ok=True)
-    with open(run / ".lock", "a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise ConfigError(
-                f"run = {str(run)!r}: {lock.read()} is using this folder; wait, or choose another `run`"
-            ) from None
-        except OSError as error:  # some shared file systems have no locks
-            print(f"{run}/.lock: {error}; make sure that no other run uses this folder")
-        lock.truncate(0)
-        print(f"process {os.getpid()} on {os.uname().nodename}", end="", file=lock, flush=True)
-        os.fsync(lock.fileno())  # the other nodes read it
-        yield
 
 
 # ------------------------------------------------------------------------------------------------ --check-data

@@ -22,6 +22,7 @@ from runtime.servers import server_flags
     "changes, says",
     [
         ({"rollout": {"subagents": {"train": True}}}, "needs rollout.subagents.temperature = 0.7"),
+        ({"gating": [0, 4]}, "an overview has at least 1 frame"),
         ({"grpo": {"group_size": 1}}, "grpo: group_size = 1: an advantage compares at least 2"),
         ({"rollout": {"subagents": {"max_new_tokens": 0}}}, "rollout.subagents: max_new_tokens = 0: must be at least"),
     ],
