@@ -40,7 +40,7 @@ from rollout import AgentContext, RolloutConfig, overview, render_prompt, rollou
 from runtime.api import Judge
 from runtime.checkpoints import load_policy
 from runtime.checks import require_servers
-from runtime.config import ConfigError
+from runtime.config import ConfigError, refuse_below_1
 from runtime.dataset import Dataset
 from runtime.distributed import (
     barrier,
@@ -91,6 +91,7 @@ class RLConfig(RunConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        refuse_below_1(self, "batch_tasks", "val_tasks")
         if self.reward.untagged_answer == "prose":
             raise ValueError("reward.untagged_answer = 'prose' is for evaluation: use off, stated or fallback")
         temperature = self.rollout.temperature

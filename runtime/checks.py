@@ -6,14 +6,17 @@ Other refusals stand where their facts are: the config dataclasses refuse values
 rows, plan.py refuses models that do not fit, and rl.require_agreement compares engine and trainer once a run has begun.
 """
 
+import contextlib
 import importlib.util
 import json
 import os
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 import torch
@@ -228,9 +231,21 @@ def require_gpus(cfg: EngineConfig, ranks: int) -> None:
 
 
 def require_urls(urls: Sequence[str]) -> None:
-    """Refuse URLs where no server answers."""
+    """Refuse URLs of other machines, and those where no server answers."""
     for url in urls:
+        if not on_this_machine(urlsplit(url).hostname):
+            raise ConfigError(f"{url} is not on this machine, whose files servers read; start a server here")
         try:
             ask(url.rstrip("/") + "/model_info", 10.0)
         except (requests.RequestException, EngineError) as error:
             raise ConfigError(f"no server answers at {url}; start it, or correct http://HOST:PORT: {error}") from None
+
+
+def on_this_machine(host: str | None) -> bool:
+    """Return whether a host is this machine: a socket can only be bound to an address of its own."""
+    with contextlib.suppress(OSError):  # an unknown name, or no address of ours
+        for family, *_, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with socket.socket(family) as probe:
+                probe.bind(address)
+                return True
+    return False

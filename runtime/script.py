@@ -6,13 +6,14 @@
     with open_run(cfg, SCRIPT) as (source, renderer): # in SCRIPT.train: check everything, and lock the run's folder
     source, renderer = open_checkpoint("Qwen/...")    # eval.py and study.ask open theirs in the same way
 
-An error that a user can fix and Ctrl-C end a script with one sentence, any other error with a traceback. Under torchrun, each
-rank prints its own.
+An error that a user can fix, a full disk and Ctrl-C end a script with one sentence, any other error with a traceback. Under
+torchrun, each rank prints its own.
 """
 
 import argparse
 import atexit
 import contextlib
+import errno
 import fcntl
 import os
 import signal
@@ -47,6 +48,7 @@ from runtime.video import Videos
 from runtime.visual import VisualContract
 
 T = TypeVar("T")
+GOES_ON = "The same command resumes from what was saved"
 
 
 def command_line(cls: type[T], doc: str) -> tuple[T, argparse.Namespace]:
@@ -86,9 +88,12 @@ def run_script(work: Callable[[Any], int | None], cfg: Any) -> NoReturn:
         status = ended.code
     except BaseException as error:
         if interrupts:
-            status = f"interrupted. The same command resumes from what was saved in {cfg.run}"
+            status = f"interrupted. {GOES_ON} in {cfg.run}"
         elif isinstance(error, USER_ERRORS):
             status = f"error: {error}"
+        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            lost = error.filename or cfg.run
+            status = f"error: {lost}: the disk is full; what was complete is untouched. {GOES_ON}"
         else:
             status = traceback.format_exc().rstrip()
     end_process(status)

@@ -10,6 +10,7 @@ import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import numpy as np
 import pytest
@@ -492,6 +493,18 @@ def test_the_memory_of_a_server_that_was_killed_is_waited_for(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_memory_used", lambda gpu: (used.pop(0) if used[1:] else used[0]) << 30)
     require_servers(RolloutConfig(server_gpus=(0,)))
     assert used == [1]
+
+
+def test_only_servers_of_this_machine_may_be_named(serve):
+    """By any of its names: servers read frames and weights from its files."""
+    port = urlsplit(serve().urls[0]).port
+    for host in ("localhost", "127.0.0.1", "127.1", socket.gethostname()):
+        require_urls([f"http://{host}:{port}/"])
+    for host in ("192.0.2.1", "no-such-host.invalid"):
+        with pytest.raises(ConfigError, match=rf"http://{host}:1 is not on this machine, whose files servers read"):
+            require_urls([f"http://{host}:1"])
+    with pytest.raises(ConfigError, match="no server answers at http://127.0.0.1:9; start it, or correct"):
+        require_urls(["http://127.0.0.1:9"])
 
 
 def test_urls_without_a_server_are_refused():

@@ -23,6 +23,7 @@ from runtime.servers import server_flags
     [
         ({"rollout": {"subagents": {"train": True}}}, "needs rollout.subagents.temperature = 0.7"),
         ({"gating": [0, 4]}, "an overview has at least 1 frame"),
+        ({"rollout": {"server_gpus": [1], "urls": ["http://h:1"]}}, "give one of the two"),
         ({"grpo": {"group_size": 1}}, "grpo: group_size = 1: an advantage compares at least 2"),
         ({"rollout": {"subagents": {"max_new_tokens": 0}}}, "rollout.subagents: max_new_tokens = 0: must be at least"),
     ],
@@ -122,3 +123,20 @@ ABLATIONS = {
 def test_an_ablation_differs_from_the_whole_in_what_it_says(name, model):
     cfg, whole = (asdict(config.load(RLConfig, REPO / "configs" / f"{n}_{model}.yaml")) for n in (name, "paragrpo"))
     assert set(differences(whole, cfg | {"run": whole["run"]}).values()) == ABLATIONS[name]
+
+
+def test_a_rank_starts_no_more_decoders_than_it_has_cores(monkeypatch):
+    cfg = config.load(RLConfig, REPO / "configs" / "paragrpo_8b.yaml")
+    for cores, ranks, workers in ((128, 4, 12), (16, 4, 4), (2, 4, 1), (None, 1, 1)):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        assert cfg.workers == workers
+
+
+def test_every_rank_has_a_task(toy_dir, tmp_path, monkeypatch):
+    cfg = config.load(RLConfig, rl_config(tmp_path / "c.yaml", toy_dir, batch_tasks=3))
+    monkeypatch.setattr(rl, "world_size", lambda: 3)
+    rl.require_hardware(cfg)
+    monkeypatch.setattr(rl, "world_size", lambda: 4)
+    with pytest.raises(config.ConfigError, match="batch_tasks = 3: each of 4 ranks needs a task"):
+        rl.require_hardware(cfg)

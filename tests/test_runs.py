@@ -5,20 +5,23 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from scripts import REPO, Forked, alive, children, finish, metrics, rl_config, sft_config, start, wait_for
 
 import rl
 import rollout
 import sft
 from episode import Call
-from runtime import config
+from runtime import config, distributed
 from runtime.policy import PolicyConfig
 from runtime.run import Metrics, RunConfig
 from runtime.script import only_run_in, run_script
@@ -132,6 +135,21 @@ def test_a_run_ends_although_a_tool_never_returns(toy_dir, tmp_path):
     assert process.communicate(timeout=10)[0].endswith("model\n") and process.returncode == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("script, config_of", [("rl.py", rl_config), ("sft.py", sft_config)])
+def test_ctrl_c_ends_a_run_whose_decoder_hangs(toy_dir, tmp_path, script, config_of):
+    """Past bug: the run waited for the thread that waits for the decoder."""
+    process = start(script, config_of(tmp_path / "run.yaml", toy_dir, steps=100_000))
+    wait_for(lambda: children(process.pid) and (tmp_path / "run" / "metrics.jsonl").exists(), process)
+    decoders = children(process.pid)
+    for decoder in decoders:
+        os.kill(decoder, signal.SIGSTOP)
+    time.sleep(2)  # by now the run waits for them
+    os.kill(process.pid, signal.SIGINT)
+    assert "interrupted. The same command resumes" in process.communicate(timeout=10)[0]
+    assert not any(map(alive, decoders))
+
+
 def lose_an_interrupt() -> None:
     """Do what torch's writer of states does with Ctrl-C."""
 
@@ -169,6 +187,38 @@ def test_ctrl_c_ends_a_run_at_any_moment(toy_dir, tmp_path, script, config_of):
                 break
         assert process.poll() is not None
         assert "interrupted. The same command resumes" in finish(process, code=1)
+
+
+# ------------------------------------------------------------------------------------------------ a full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(folder)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("only root may mount a small disk")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_disk_that_fills_up_costs_no_state(toy_dir, tmp_path, small_disk, ranks):
+    run = small_disk / "run"
+    cfg = sft_config(tmp_path / "run.yaml", toy_dir, run=str(run), steps=100_000, save_every=1)
+    process = start("sft.py", cfg, ranks=ranks)
+    wait_for(lambda: list((run / "state").glob("step-????????")), process)
+    with open(small_disk / "film.mkv", "wb") as film, pytest.raises(OSError):
+        while True:
+            film.write(bytes(1 << 16))
+            film.flush()
+    finish(process, code=1)
+    (small_disk / "film.mkv").unlink()
+    done = max(int(path.name[5:]) for path in (run / "state").glob("step-????????"))
+    told = finish(start("sft.py", cfg, f"steps={done + 1}", ranks=ranks))
+    assert f"resumes after step {done} of {done + 1}" in told and (run / "model").is_dir()
 
 
 # ------------------------------------------------------------------------------------------------ torchrun
@@ -218,3 +268,17 @@ def test_torchrun_restarts_a_run_of_which_a_process_is_killed(toy_dir, tmp_path,
     assert [line["step"] for line in metrics(tmp_path / "run")] == list(range(6))
     assert not any(map(alive, [first, second, *helpers]))
     assert not run_memory(tmp_path / "run").exists()
+
+
+def come_alone() -> None:
+    torch.distributed.init_process_group("cpu:gloo,cuda:gloo")  # a backend per device, as where there are GPUs
+    distributed.gather("here")
+    if distributed.rank() > 0:
+        signal.pause()
+    distributed.TIMEOUT = timedelta(seconds=1)
+    distributed.barrier()
+
+
+@pytest.mark.slow
+def test_a_barrier_names_all_ranks_that_did_not_come():
+    assert "[Rank 0]: Ranks 1, 2 failed to pass" in finish(Forked(come_alone, ranks=3), code=1)
