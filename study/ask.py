@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from episode import Call, Task, dump
-from rollout import AgentContext, RolloutConfig, render_prompt, run_episode
+from rollout import AgentContext, RolloutConfig, SubagentConfig, render_prompt, run_episode
 from runtime import config
 from runtime.checks import USER_ERRORS, refuse_template, require_servers
 from runtime.engine import Engine, Sample
@@ -32,44 +32,48 @@ WIDTH = 40  # characters of the timeline
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser("python -m study.ask", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("question")
-    parser.add_argument("--tool", action="append", choices=TOOLS, help="default: crop_video")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the episode as JSON, for study.report")
-    parser.add_argument("--url", action="append", default=[], help="an SGLang server that runs this checkpoint")
-    parser.add_argument("--call", metavar="JSON", help="the model's first turn: one call, to see a tool at work")
-    parser.add_argument("--model", required=True, help="a checkpoint's folder, or its name on the hub")
-    parser.add_argument("--video", required=True, action="append", help="a video; give it again for more")
-    parser.add_argument("--k", type=int, help="overview frames (default: the checkpoint's contract)")
-    parser.add_argument(
-        "--prompts", type=Path, help="YAML with texts in place of our prompts (default: the checkpoint's)"
-    )
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--max-new-tokens", type=int, default=2048, help="per turn")
-    args = parser.parse_args()
-    if args.k is not None and args.k < 1:
-        parser.error(f"--k {args.k}: must be at least 1, since the agent needs a frame")
-    tools = tuple(args.tool or ["crop_video"])
+    args = parse_arguments()
+    # One limit for all: a report is no longer than a turn.
+    reports = SubagentConfig(max_new_tokens=min(args.max_new_tokens, SubagentConfig().max_new_tokens))
     cfg = RolloutConfig(
-        tools=tools, temperature=args.temperature, max_new_tokens=args.max_new_tokens, urls=tuple(args.url)
+        tools=tuple(args.tool or ["crop_video"]),
+        temperature=0.0,
+        max_new_tokens=args.max_new_tokens,
+        subagents=reports,
+        urls=tuple(args.url),
     )
     expandable_segments()
     try:
         with Videos(workers=2) as videos:
-            context = context_of(args, videos, cfg)
+            context = open_context(args.model, args.prompts, videos, cfg)
             with contextlib.closing(context.engine):
                 return run_ask(args, context)
     except (VideoError, *USER_ERRORS) as error:
         sys.exit(f"error: {error}")
 
 
-def context_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig) -> AgentContext:
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m study.ask", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("question")
+    parser.add_argument("--model", required=True, help="a checkpoint's folder, or its name on the hub")
+    parser.add_argument("--video", required=True, action="append", help="a video; give it again for more")
+    parser.add_argument("--k", type=int, help="overview frames (default: the checkpoint's contract)")
+    parser.add_argument("--tool", action="append", choices=TOOLS, help="default: crop_video")
+    parser.add_argument("--call", metavar="JSON", help="the model's first turn: one call, to see a tool at work")
+    parser.add_argument("--url", action="append", default=[], help="an SGLang server that runs this checkpoint")
+    parser.add_argument("--prompts", type=Path, help="YAML with texts in place of the checkpoint's")
+    parser.add_argument("--max-new-tokens", type=int, default=2048, help="per turn")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the episode as JSON, for study.report")
+    return parser.parse_args()
+
+
+def open_context(model: str, prompts: Path | None, videos: Videos, cfg: RolloutConfig) -> AgentContext:
     """Return everything that an agent needs, with the checkpoint's own contract."""
     require_servers(cfg, ranks=1)
-    source, renderer = open_checkpoint(args.model, weights=not cfg.urls)
-    if args.prompts:  # also other ones than the checkpoint was trained with
-        prompts = config.build(Prompts, config.read_tree(args.prompts), "")
-        renderer = Renderer(renderer.tokenizer, renderer.contract, prompts)
+    source, renderer = open_checkpoint(model, weights=not cfg.urls)
+    if prompts:  # also other ones than the checkpoint was trained with
+        texts = config.build(Prompts, config.read_tree(prompts), "")
+        renderer = Renderer(renderer.tokenizer, renderer.contract, texts)
     refuse_template(source, renderer, cfg.schemas)
     return AgentContext(open_engine(source, renderer, cfg), renderer, videos, cfg)
 
@@ -77,7 +81,9 @@ def context_of(args: argparse.Namespace, videos: Videos, cfg: RolloutConfig) -> 
 def run_ask(args: argparse.Namespace, context: AgentContext) -> int:
     """Show one episode while it runs. Write it to --trace if given."""
     if args.call:
-        context = begin_with(f"I look.\n</think>\n<tool_call>\n{args.call}\n</tool_call>", context)
+        said = f"I look.\n</think>\n<tool_call>\n{args.call}\n</tool_call>"
+        ids = [*context.renderer.encode(said), context.renderer.end_of_turn]
+        context = replace(context, engine=FirstTurn(context.engine, ids))
     screen = Screen(context.videos.info(args.video[0]).duration)
     context = replace(context, observe=screen.show)
     task = Task("ask", args.question, tuple(map(os.path.abspath, args.video)), "oe", "")
@@ -117,27 +123,19 @@ def _window(call: Call) -> str:
     return "{:.1f}–{:.1f} s".format(*call.window) if call.window else call.name or "call"
 
 
-class FirstTurn:
-    """An engine that writes the first turn itself and then asks the real one, so that every model makes these calls."""
+class FirstTurn(Engine):
+    """An engine that writes the first turn itself and then asks the real one, so that every model makes this call."""
 
     def __init__(self, engine: Engine, first: list[int]):
         self.engine = engine
         self.first = first  # its tokens; empty once it has been said
-        self.version = engine.version
         self.announce = engine.announce
 
     def generate(self, ids: list[int], clips: Sequence[Clip], **more) -> Sample:
         if not self.first:
             return self.engine.generate(ids, clips, **more)
         first, self.first = self.first, []
-        return Sample(first, [0.0] * len(first), "stop", self.version)
-
-
-def begin_with(said: str, context: AgentContext) -> AgentContext:
-    """Return a context whose episode begins with this turn."""
-    return replace(
-        context, engine=FirstTurn(context.engine, [*context.renderer.encode(said), context.renderer.end_of_turn])
-    )
+        return Sample(first, [0.0] * len(first), "stop", self.engine.version)
 
 
 if __name__ == "__main__":
