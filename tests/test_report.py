@@ -23,7 +23,7 @@ from rewards import structural_mask
 from runtime.render import Renderer, load_tokenizer
 from runtime.visual import VisualContract
 from study import report
-from study.report import RunData, curves, read_run, view_episode
+from study.report import RunData, read_run, view_episode
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": %d, "end_time": %d}}\n</tool_call>'
@@ -80,50 +80,44 @@ def pixels(uri: str) -> np.ndarray:
 # ---- curves
 
 
-def test_runs_of_one_name_are_a_mean_with_their_standard_deviation():
-    metrics = [[{"step": 0, "f": value}] for value in (1.0, 2.0, 6.0)]
-    metrics[0].append({"step": 1, "f": 4.0})  # the others are behind
-    metrics[1].append({"step": 1, "f": math.nan})
-    x, mean, std = curves([RunData("grpo", metrics=rows) for rows in metrics], "f")["grpo"]
-    assert x == [0, 1]
-    assert list(mean) == [3.0, 4.0]
-    assert list(std) == [pytest.approx(math.sqrt(7)), 0.0]  # (4 + 1 + 9) / 2
+def test_runs_of_one_name_are_a_mean_with_a_band_of_one_standard_deviation():
+    rows = [[{"step": 0, "f": value}] for value in (1.0, 2.0, 6.0)]
+    rows[0].append({"step": 1, "f": 4.0})  # the others are behind
+    rows[1].append({"step": 1, "f": math.nan})
+    [axis] = report.draw_panels([RunData("grpo", own) for own in rows], {"f": "f"}, "step").axes
+    assert axis.lines[0].get_xydata().tolist() == [[0, 3], [1, 4]]
+    [band] = axis.collections
+    at_0 = [y for x, y in band.get_paths()[0].vertices if x == 0]
+    assert max(at_0) - min(at_0) == pytest.approx(2 * math.sqrt(7))  # (4 + 1 + 9) / 2
 
 
-def test_an_evaluation_has_means_over_its_items_on_the_line_of_its_training(tmp_path):
+def test_an_evaluation_is_a_point_per_k_on_the_line_of_its_training(tmp_path):
     folder = write_evaluation(tmp_path / "eval" / "grpo", 4, [1, 1, 1, 1], arm="none")  # not shown
     write_evaluation(folder, 4, [1, 0, 0, 0])
-    runs = [read_run(folder), RunData("grpo", metrics=[{"step": 0, "f": 1.0}])]
-    x, accuracy, _ = curves(runs, "accuracy", "K")["grpo"]
-    assert (x, list(accuracy)) == ([4], [0.25])
-    assert list(curves(runs, "calls", "K")["grpo"][1]) == [0.5]
-    assert list(curves(runs, "well_formed", "K")["grpo"][1]) == [0.75]
-    assert list(curves(runs, "f")["grpo"][1]) == [1.0]
+    runs = [read_run(folder), RunData("grpo", [{"step": 0, "f": 1.0}])]
+    assert report.values_of(runs, "accuracy", "K") == {"grpo": {4: [0.25]}}
+    assert report.values_of(runs, "calls", "K") == {"grpo": {4: [0.5]}}
+    assert report.values_of(runs, "well_formed", "K") == {"grpo": {4: [0.75]}}
+    assert report.values_of(runs, "f", "step") == {"grpo": {0: [1.0]}}
 
 
-def test_every_key_that_moves_has_one_panel():
-    rows = [{"step": step, "time": step, "f": step / 2, "mine": step, "lr": 0.1} for step in range(3)]
-    results = [{"K": 4, "accuracy": 0.5, "calls": 1.0}, {"K": 64, "accuracy": 1.0, "calls": 1.0}]
-    sections = report.sections_of([RunData("a", metrics=rows), RunData("b", outcomes=results)])
-    titles = {section: [panel["title"] for panel in panels] for section, panels in sections.items()}
-    assert titles == {"After training": ["accuracy"], "While training": ["format reward f"], "Other metrics": ["mine"]}
+def test_a_metric_that_never_moves_has_no_panel():
+    runs = [
+        RunData("a", [{"step": step, "f": step / 2, "lr": 0.1} for step in range(3)]),
+        RunData("b", [{"K": 4, "f": 1}]),
+    ]
+    assert report.moving(runs, {"f": "format", "lr": "rate", "mine": "absent"}, "step") == {"f": "format"}
 
 
 def test_a_click_on_a_curve_hits_the_step_under_the_pointer():
     rows = [{"step": step, "f": float(step == 30)} for step in range(101)]  # a peak at step 30
-    [panel] = report.sections_of([RunData("grpo", metrics=rows)])["While training"]
+    [panel] = report.draw_section([RunData("grpo", rows)], {"f": "f"}, "step")
     shown = pixels(panel["picture"])
     is_blue = np.abs(shown - [0x00, 0x72, 0xB2]).sum(-1) < 60  # [H, W]
     is_blue[: len(shown) // 5] = False  # the legend
     peak = is_blue[np.argmax(is_blue.any(1))].nonzero()[0].mean()
     left, right = panel["edges"]
     assert left + (right - left) * peak / shown.shape[1] == pytest.approx(30, abs=0.5)
-
-
-def test_the_page_leads_with_accuracy_at_the_smallest_k_if_both_methods_are_there():
-    grpo, para = (RunData(name, outcomes=[{"K": 4, "accuracy": a}]) for name, a in (("grpo", 0.38), ("paragrpo", 0.95)))
-    assert report.lead([grpo, para]).endswith("with 4 frames it answers 0.95 right instead of 0.38.")
-    assert report.lead([grpo]) == ""
 
 
 # ---- what is missing or broken
@@ -137,7 +131,7 @@ def test_a_run_that_still_goes_on_shows_what_it_has(tmp_path, renderer, checkpoi
     file = run / "episodes" / "step-000000.jsonl"
     file.write_text(file.read_text()[:-2000])
     read = read_run(run, checkpoint)
-    assert read.metrics == [{"step": 0, "f": 0.5}]
+    assert read.rows == [{"step": 0, "f": 0.5}]
     assert len(read.episodes) == 1
     begun = write_run(tmp_path / "b", [])
     (begun / "metrics.jsonl").unlink()
@@ -175,7 +169,7 @@ def said(blocks: list[dict], style: str) -> str:
 
 def test_each_token_says_who_wrote_it_and_whether_it_is_structural(renderer):
     [episode, _] = play(renderer)
-    main = view_episode(episode, {}, renderer)["main"]
+    main = view_episode(episode, {}, renderer, {})["main"]
     assert [block["name"] for block in main] == ["prompt", "turn", "tools", "turn"]
     assert said(main, "sampled") == FIRST + SECOND
     assert said(main, "forced") == "<think>\n" * 2
@@ -187,13 +181,12 @@ def test_each_token_says_who_wrote_it_and_whether_it_is_structural(renderer):
     assert "".join(said(main, "structural").split()) == "".join(tags)
 
 
-@pytest.mark.parametrize(("credit", "expected"), [("struct", 0.65), ("off", 0.25)])
-def test_a_structural_token_has_the_anchors_advantage_too(renderer, credit, expected):
-    config = {"reward": {"anchor": {"credit": credit, "lam": 0.5}}}
-    view = view_episode(play(renderer)[0], config, renderer)
+def test_a_structural_token_has_the_anchors_advantage_too(renderer):
+    view = view_episode(play(renderer)[0], {"reward": STRUCT}, renderer, {})
     sampled = tokens(view["main"], "sampled")
     assert {token["advantage"] for token in sampled if "structural" not in token["style"]} == {0.25}
-    assert {token["advantage"] for token in sampled if "structural" in token["style"]} == {expected}  # 0.25 + 0.5 * 0.8
+    structural = [token["advantage"] for token in sampled if "structural" in token["style"]]
+    assert structural == pytest.approx([0.65] * len(structural))  # 0.25 + 0.5 * 0.8
 
 
 def test_a_file_of_episodes_has_each_frame_of_the_video_once(tmp_path, toy_dir, videos):
@@ -220,13 +213,12 @@ def test_a_file_of_episodes_has_each_frame_of_the_video_once(tmp_path, toy_dir, 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory, renderer, checkpoint):
-    """Write a page of two trainings, of which the second has episodes of steps 0 and 30, and of the cold start's evaluation."""
+    """Write a page of a training with episodes of steps 0 and 30, and of the cold start's evaluation."""
     root = tmp_path_factory.mktemp("runs")
     rows = [{"step": step, "f": step / 50} for step in range(40)]
     write_run(root / "paragrpo", rows, play(renderer), renderer, steps=(0, 30), reward=STRUCT)
-    write_run(root / "grpo", rows)
     write_evaluation(root / "sft", 4, [1, 0])
-    given = [root / "paragrpo", root / "grpo", root / "sft", "--model", checkpoint, "--png", root / "png"]
+    given = [root / "paragrpo", root / "sft", "--model", checkpoint, "--png", root / "png"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["report.py", *map(str, given)])
         report.main()
@@ -244,19 +236,19 @@ def test_a_models_text_cannot_end_the_pages_data(page):
     assert content(page)["runs"][0]["episodes"][0]["task"]["question"] == HOSTILE
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
 def test_a_browser_opens_an_episode_with_calls_and_a_click_on_a_curve_opens_its_step(page):
     script = """
     const all = selector => [...document.querySelectorAll(selector)];
     const text = selector => document.querySelector(selector).textContent;
-    const hover = token => { token.dispatchEvent(new MouseEvent("pointerover", {bubbles: true})); return text("#fact"); };
     seen.title = text("#task h2");
     seen.said = all("#episode > :first-child .sampled").map(token => token.textContent).join("");
     seen.calls = all("#episode > :last-child > .block").length;
     seen.step = text("#siblings h3");
     seen.cards = all("#siblings button").map(card => [...card.children].map(line => line.textContent));
-    seen.tag = hover(document.querySelector("#episode .sampled.structural"));
-    seen.word = hover(document.querySelector("#episode .sampled:not(.structural)"));
+    seen.tag = document.querySelector("#episode .sampled.structural").title;
+    seen.word = document.querySelector("#episode .sampled:not(.structural)").title;
     const curve = document.querySelector("img.step"), [left, right] = DATA.sections["While training"][0].edges;
     const x = curve.getBoundingClientRect().left + curve.width * (8 - left) / (right - left);
     curve.dispatchEvent(new MouseEvent("click", {clientX: x}));
