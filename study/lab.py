@@ -41,10 +41,12 @@ class Characters:
 
 def episode_of_turns(turns: list[str], task: Task, renderer, executed: int = 0, forced: str = "") -> Episode:
     """Return the episode that a rollout with these turns would record. The first `executed` calls count as run."""
-    main, calls = Trajectory(), []
+    main = Trajectory()
+    calls = []
     for i, turn in enumerate(turns):
         prefix = forced if turn.startswith(forced) else ""
-        given, sampled = renderer.encode(prefix), renderer.encode(turn[len(prefix) :])
+        given = renderer.encode(prefix)
+        sampled = renderer.encode(turn[len(prefix) :])
         start = len(main.ids)
         main.ids += given + sampled
         main.mask += [0] * len(given) + [1] * len(sampled)

@@ -189,7 +189,7 @@ def by_seed(figures: Figures, row: str, name: str, k: int | str = "all") -> dict
     return values
 
 
-def show(figures: Figures, row: str, name: str, k: int | str = "all") -> str:
+def mean_and_std(figures: Figures, row: str, name: str, k: int | str = "all") -> str:
     """Write a row's figure as mean ± std over seeds."""
     values = list(by_seed(figures, row, name, k).values())
     if len(values) > 1:
@@ -239,7 +239,7 @@ def claims_table(figures: Figures) -> str:
     rows = []
     for claim in CLAIMS:
         gains = claim.gains(figures)
-        more, less = (show(figures, row, claim.figure, claim.k) for row in (claim.more, claim.less))
+        more, less = (mean_and_std(figures, row, claim.figure, claim.k) for row in (claim.more, claim.less))
         each = " ".join(f"{gain:.2f}" for gain in gains.values())
         true = f"{len(claim.true_in(figures))} of {len(gains)}"
         cells = {"claim": claim.text, "figure": f"{claim.more} {more}", "exceeds": f"{claim.less} {less}"}
@@ -254,9 +254,9 @@ def rows_table(figures: Figures) -> str:
     rows = []
     for row in ROWS:
         cells = [row.title, len(by_seed(figures, row.name, "f"))]
-        cells += [show(figures, row.name, name) for name in ("f", "calls", "well_formed", "reports_right")]
+        cells += [mean_and_std(figures, row.name, name) for name in ("f", "calls", "well_formed", "reports_right")]
         for name in ("calls", "accuracy"):
-            cells += [show(figures, row.name, name, k) for k in (4, 64)]
+            cells += [mean_and_std(figures, row.name, name, k) for k in (4, 64)]
         if by_seed(figures, row.name, "f"):
             rows.append(dict(zip(header, [*cells, row.paper])))
     return markdown("#### The rows", header, rows)
@@ -278,7 +278,7 @@ def write_tables(root: Path, page: Path) -> None:
     page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{rest.partition(end)[2]}", encoding="utf-8")
 
 
-def draw(root: Path, rows: Sequence[str], pictures: Path) -> None:
+def draw_pictures(root: Path, rows: Sequence[str], pictures: Path) -> None:
     """Write ROOT/report.html, and pictures of the rows and the cold start."""
     runs = []
     for name in (*rows, *(f"eval/{row}" for row in (*rows, "sft"))):
@@ -298,7 +298,7 @@ def main() -> int:
         for seed in range(SEEDS):
             run_stages(stages_of(root, seed, ROWS), root)
     write_tables(root, Path("results/paradox.md"))
-    draw(root, ("grpo", "anchoring", "gating", "paragrpo"), Path("results"))
+    draw_pictures(root, ("grpo", "anchoring", "gating", "paragrpo"), Path("results"))
     return 0
 
 
@@ -307,13 +307,13 @@ def demo(root: Path) -> int:
     run_stages(stages_of(root, 0, [row for row in ROWS if row.name in ("sft", "grpo", "paragrpo")]), root)
     figures = read_figures(root)
     print(f"\n{rows_table(figures)}\n\n{claims_table(figures)}\n", flush=True)
-    draw(root, ("grpo", "paragrpo"), root)  # prints where the page is
+    draw_pictures(root, ("grpo", "paragrpo"), root)  # prints where the page is
     failed = [claim.text for claim in CLAIMS if claim.required and not claim.true_in(figures)]
     print(f"Claims that fail here but in no run of results/paradox.md: {'; '.join(failed) or 'none'}", flush=True)
-    return 0 if ask(root / "seed0") and not failed else 1
+    return 0 if ask_paragrpo(root / "seed0") and not failed else 1
 
 
-def ask(folder: Path) -> bool:
+def ask_paragrpo(folder: Path) -> bool:
     """Ask PARA-GRPO about a video on which two calls have led it to the right answer. Return False if there is none."""
     for record in read_results(folder / "eval/paragrpo/toy-K4-parallel.jsonl").records:
         if len(record["calls"]) == 2 and record["score"] == 1:

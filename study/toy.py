@@ -189,13 +189,13 @@ def call(start: float, end: float) -> str:
 
 
 def sft_row(
-    rng: random.Random, flash: Flash, p_tool: float, p_loose: float, agent: str = "main", k: int | None = None
+    rng: random.Random, flash: Flash, p_tool: float = P_TOOL, p_loose: float = P_LOOSE, agent: str = "main", k: int = 0
 ) -> dict:
     """Return a trajectory with tools, or a direct answer. Each turn breaks the format with probability p_loose."""
     # Few frames: mostly calls, since only reports help there. Many frames: mostly direct answers, which are right there.
     with_tools = rng.random() < p_tool
-    if k is None:
-        k = rng.choices(OVERVIEWS, (4, 3, 2, 1, 1) if with_tools else (1, 1, 2, 3, 3))[0]
+    weights = (4, 3, 2, 1, 1) if with_tools else (1, 1, 2, 3, 3)
+    k = k or rng.choices(OVERVIEWS, weights)[0]
     cue = draw_cue(rng, flash)
     video = {"type": "video_url", "video_url": {"url": f"videos/{flash.name}", "nframes": k}}
     messages = [{"role": "user", "content": [video, {"type": "text", "text": question(cue)}]}]
@@ -375,31 +375,35 @@ def build_toy(root: Path, seed: int = 0, sizes: dict[str, int] = SIZES) -> None:
     held_out = rng.choices(splits["val"], k=sizes["sft_val"])
     tables = {
         "perception": [perception_row(rng, rng.choice(train)) for _ in range(sizes["perception"])],
-        "calls": [sft_row(rng, rng.choice(train), 1.0, 0.0, k=4) for _ in range(sizes["calls"])],
-        "direct": [sft_row(rng, rng.choice(train), 0.0, P_LOOSE, "direct") for _ in range(sizes["direct"])],
-        "sft": [sft_row(rng, rng.choice(train), P_TOOL, P_LOOSE) for _ in range(sizes["sft"])],
-        "sft_val": [sft_row(rng, flash, P_TOOL, 0.0) for flash in held_out],
+        "calls": [sft_row(rng, rng.choice(train), p_tool=1.0, p_loose=0.0, k=4) for _ in range(sizes["calls"])],
+        "direct": [sft_row(rng, rng.choice(train), p_tool=0.0, agent="direct") for _ in range(sizes["direct"])],
+        "sft": [sft_row(rng, rng.choice(train)) for _ in range(sizes["sft"])],
+        "sft_val": [sft_row(rng, flash, p_loose=0.0) for flash in held_out],
     }
     for split in ("rl", "val", "test"):
         tables[split] = [rl_row(rng, flash) for flash in splits[split]]
     for name, rows in tables.items():
         pq.write_table(pa.Table.from_pylist(rows), root / f"{name}.parquet")
 
-    # Train the tokenizer on the prompts' boilerplate, every stamp, and the text of the rows.
+    tokenizer = build_tokenizer(tokenizer_texts(tables["sft"][:2000] + tables["perception"][:200]))
+    write_checkpoint(root / "model", untrained_model(tokenizer, seed), tokenizer, CONTRACT)
+
+
+def tokenizer_texts(rows: list[dict]) -> list[str]:
+    """Return what the tokenizer is trained on: the prompts' boilerplate, every stamp, and the text of rows."""
     boilerplate = [system_prompt(with_tools=True), system_prompt(with_tools=False)]
     boilerplate += [subagent_system_prompt(), SUBAGENT_REQUEST, CHAT_TEMPLATE]
     boilerplate.append(json.dumps(TOOLS["crop_video"].schema))
     stamps = [CONTRACT.stamp.format(i / FPS) for i in range(DURATIONS[-1] * FPS)]
     texts = boilerplate * 8 + stamps * 4
-    for row in tables["sft"][:2000] + tables["perception"][:200]:
+    for row in rows:
         for message in json.loads(row["messages"]):
             content = message["content"]
             if isinstance(content, str):
                 texts.append(content)
             else:
                 texts += [part["text"] for part in content if part["type"] == "text"]
-    tokenizer = build_tokenizer(texts)
-    write_checkpoint(root / "model", untrained_model(tokenizer, seed), tokenizer, CONTRACT)
+    return texts
 
 
 def main() -> int:

@@ -161,8 +161,8 @@ def test_the_demo_fails_without_a_required_claim_or_an_episode_to_show(root, mon
         (root / "done" / f"seed0-{name}").touch()  # nothing is left to run
     file = root / "seed0" / "eval" / "paragrpo" / "toy-K4-parallel.jsonl"
     file.write_text(file.read_text().replace('"score": 1', f'"score": {score}'))
-    monkeypatch.setattr(paradox, "draw", lambda *_: None)
-    monkeypatch.setattr(paradox, "ask", lambda _: shown)
+    monkeypatch.setattr(paradox, "draw_pictures", lambda *_: None)
+    monkeypatch.setattr(paradox, "ask_paragrpo", lambda _: shown)
     assert paradox.demo(root) == status
 
 
@@ -170,7 +170,7 @@ def test_the_demo_asks_about_a_video_with_two_calls_and_a_right_answer(root, mon
     file = root / "seed0" / "eval" / "paragrpo" / "toy-K4-parallel.jsonl"
     file.write_text(file.read_text().replace('"score": 1', '"score": 0', 2))
     monkeypatch.setattr(paradox.subprocess, "call", lambda command: "test00002.mp4" not in " ".join(command))
-    assert paradox.ask(root / "seed0")
+    assert paradox.ask_paragrpo(root / "seed0")
 
 
 def test_tables_of_finished_runs_replace_those_of_the_page_and_no_runs_replace_nothing(root, tmp_path):
