@@ -4,14 +4,11 @@ commands, and check what they promise.
 The functions without `test_` run and assert in the copy (a `Fork`), and import its modules."""
 
 import json
-import math
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
-import sys
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -19,7 +16,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from endpoint import Endpoint
 from scripts import REPO, Forked, finish
 
 pytestmark = pytest.mark.skipif(not shutil.which("patch"), reason="the guides' diffs are applied with `patch`")
@@ -91,7 +87,7 @@ def a_zoom_shows_the_quarter_around_its_point() -> None:
     from rl import RLConfig
     from runtime import config
     from runtime.video import Clip
-    from tools import ToolError, run_tool
+    from tools import run_tool
 
     assert "zoom_frame" in config.load(RLConfig, "configs/toy_zoom.yaml").rollout.tools
 
@@ -111,9 +107,6 @@ def a_zoom_shows_the_quarter_around_its_point() -> None:
         red, green = frames.pixels[0, ..., 0], frames.pixels[0, ..., 1]
         assert [red.min(), red.max(), green.min(), green.max()] == pytest.approx(expected, abs=2)
         assert frames.times == (10.0,) and frames.pixels.shape[2:0:-1] == CONTRACT.frame_size(640, 480)
-    for x in (-1, math.nan, "left"):
-        with pytest.raises(ToolError, match="x"):
-            zoom(time=60, x=x, y=0.3)
 
 
 def test_a_tool_is_a_function_and_an_entry(fork):
@@ -123,7 +116,6 @@ def test_a_tool_is_a_function_and_an_entry(fork):
     assert "zoom_frame 10.0–10.0 s" in fork.shell(0)
     episode = json.loads((fork.root / "zoom.json").read_text("utf-8"))
     assert '"zoom_frame"' in episode["main"]["text"] and not episode["error_kind"]
-    # Past bug: the model was untrained and called nothing, so the command showed no zoom.
     [call] = episode["calls"]
     assert (call["name"], call["error"], len(call["subagent"]["prompt_clips"][0])) == ("zoom_frame", "", 1)
     assert "zoom_frame" in (fork.root / "report.html").read_text("utf-8")
@@ -155,8 +147,6 @@ def brevity_is_paid_and_logged() -> None:
     assert right["R"] == pytest.approx(1.108333, abs=1e-6) and wrong["R"] == 0
     metrics = describe([Group(task, 64, episodes)], [64], step=0)
     assert metrics["R_brief"] == pytest.approx(52 / 96 / 3)
-    plain = score(episodes[0], renderer, config.load(RLConfig, "configs/toy_paragrpo.yaml").reward)
-    assert plain["R"] == 1 and plain["R_brief"] == pytest.approx(1 - 44 / 512)
     with pytest.raises(config.ConfigError, match="brief_tokens = 0: must be positive"):
         config.load(RLConfig, "configs/toy_brief.yaml", ["reward.brief_tokens=0"])
 
@@ -191,10 +181,8 @@ def rows_are_tasks_and_items() -> None:
     without = rows[0] | {"options": None, "answer": "green"}
     assert parse_task(without, "mine:0", root) == Task("mine:0", question, (video,), "oe", "green")
     assert parse_task(published[0], "rl:0", root).kind == "oe"  # the schema that was already known
-    changes = {"none.mp4": {"video": "videos/none.mp4"}, "names no video": {"video": None}, "a letter": {"answer": ""}}
-    for says, change in changes.items():
-        with pytest.raises(RowError, match=says):
-            parse_task(rows[0] | change, "mine:0", root)
+    with pytest.raises(RowError, match="names no video"):
+        parse_task(rows[0] | {"video": None}, "mine:0", root)
     items = load_split("mine", config.load(EvalConfig, "configs/eval/toy_mine.yaml").splits["mine"])
     assert len(items) == 3 and items[0].task == replace(first, id="mine-0")
 
@@ -259,49 +247,12 @@ def read_hub(hub: Path, code: str) -> None:
     exec(code, {})
 
 
-def evaluate(command: list[str]) -> None:
-    """Run eval.py. Where it would load 8B weights, the model says B after a thought."""
-    from scripted import Scripted
-
-    from runtime import open_engine
-
-    said = "So.</think><answer>B</answer><|im_end|>"
-    open_engine.open_engine = lambda source, renderer, *_, **__: Scripted(renderer, lambda prompt, seed: said)
-    sys.argv = command
-    runpy.run_path(command[0], run_name="__main__")
-
-
-@pytest.mark.slow
-def test_the_commands_of_the_first_evaluation_run(fork, tmp_path, toy_dir, monkeypatch):
-    """A folder is the hub, the toy's model lies where the hub's names point, and a script says what 8B models say."""
+def test_the_first_evaluation_fetches_the_videos_of_its_twenty_questions_and_no_others(fork, tmp_path, toy_dir):
+    """A folder is the hub."""
     page = fork("evaluate.md")
-    for name in ("ParaVT/ParaVT-8B", "Qwen/Qwen3-VL-8B-Instruct"):
-        shutil.copytree(toy_dir / "model", tmp_path / name, ignore=shutil.ignore_patterns("visual.json"))  # as stock
-    _, videos, gpu, key = page.commands
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    (tmp_path / ".venv" / "bin" / "activate").touch()
-    assert "| untrained " in page.shell(0)
-
-    # The first seven videos, and no others, come from the hub.
     home = tmp_path / "hub" / "datasets" / "lmms-lab" / "Video-MME"
     fill_hub(home, min((toy_dir / "videos").glob("test*.mp4")))
-    fetch, code = videos.split("python - <<'END'\n")
+    fetch, code = page.commands[1].split("python - <<'END'\n")
     shutil.copytree(home, tmp_path / shlex.split(fetch)[-1], ignore=shutil.ignore_patterns("*.zip"))
     told = page.run(partial(read_hub, tmp_path / "hub", code.removesuffix("END\n")))
     assert [Path(line).name for line in told.splitlines()] == [f"{i:03d}_-x.mp4" for i in range(7)]
-
-    # Both models and their table; then those behind an API.
-    monkeypatch.setenv("OPENAI_API_KEY", "x")
-    monkeypatch.setenv("HOST_API_KEY", "x")
-    api = Endpoint("B")
-    told = []
-    for command in (gpu + key.partition("\n")[2]).replace("\\\n", " ").splitlines():
-        words = shlex.split(command.replace("https://HOST/v1", api.url))[1:]
-        if "gpt4o" in command:
-            words.append(f"api.url={api.url}")
-        told.append(page.run(partial(evaluate, words)))
-    api.shutdown()
-    assert len(told) == 5
-    for row in ("ParaVT-8B (own)", "Qwen3-VL-8B (own)"):
-        assert f"| {row} " in told[2]
-    assert all("(20 of 2700)" in table for table in told)
