@@ -1,6 +1,5 @@
 """Own words in place of our prompts: one file reaches every agent in training and sampling, and stays with the checkpoint."""
 
-import argparse
 import dataclasses
 import re
 import shutil
@@ -131,5 +130,5 @@ def test_ask_uses_the_checkpoints_words_or_a_files(toy_dir, tmp_path, monkeypatc
     (tmp_path / "words.yaml").write_text("system: Asked.")
     monkeypatch.setattr(ask, "open_engine", lambda *_: None)
     for file, system in ((None, "Trained."), (tmp_path / "words.yaml", "Asked.")):
-        args = argparse.Namespace(prompts=file, model=tmp_path / "model")
-        assert ask.context_of(args, None, RolloutConfig()).renderer.prompts == Prompts(system=system)
+        context = ask.open_context(tmp_path / "model", file, None, RolloutConfig())
+        assert context.renderer.prompts == Prompts(system=system)
