@@ -297,8 +297,10 @@ def test_a_bug_of_ours_and_ctrl_c_end_the_run_and_no_further_turn_starts(rendere
     engine = Scripted(renderer, reply, latency=0.02)
     with pytest.raises(error, match="stop"):
         play(renderer, None, engine=engine, tasks=tasks_named(40), concurrency=2, max_turns=9)
-    time.sleep(0.1)
-    assert len(engine.asked) <= 6 and engine.expected == 0
+    asked = len(engine.asked)
+    time.sleep(0.15)
+    assert len(engine.asked) <= asked + 1  # the other episode may just have asked
+    assert engine.expected == 0
 
 
 # ---- parallel, and fast
