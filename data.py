@@ -1,21 +1,17 @@
 """data.py: read rows. An RL row becomes a Task, an SFT row a Dialogue.
 
-An RL row, and its task. rollout.render_prompt makes the prompt of it, with draw_k frames:
+An RL row, and what parse_task(row, origin, root) makes of it. rollout.render_prompt shows it, with draw_k frames:
 
     {"prompt": [{"role": "user", "content": "<video>Which?\\nA. red\\nB. blue"}], "videos": [{"video": "a.mp4"}],
      "extra_info": {"id": "a1", "question_type": "mcq", "answer": "(b)", "options": ["red", "blue"]}}
-
-    parse_task(row, origin, root)
     -> Task("a1", "Which?\\nA. red\\nB. blue", ("/root/a.mp4",), "mcq", "B", ("red", "blue"))
 
-An SFT row, and its dialogue. sft.encode_dialogue makes tokens and targets of it:
+An SFT row, and what parse_dialogue(row, origin, root) makes of it. sft.encode_dialogue makes tokens and targets of that:
 
     {"messages": [{"role": "user", "content": [{"video": "a.mp4"}, "Which?"]},
                   {"role": "assistant", "content": "<think>I look.</think><tool_call>{...}</tool_call>"},
                   {"role": "user", "content": "<tool_response>\\nA red flash.\\n</tool_response>"},
                   {"role": "assistant", "content": "<think>Red.</think><answer>A</answer>"}]}
-
-    parse_dialogue(row, origin, root)
     -> Dialogue("rows.jsonl:0", "main", "Which?", (Media("/root/a.mp4"),), turns)
        turns: assistant "<think>\\nI look. ...", tool "A red flash.", assistant "<think>\\nRed. ..."
 
