@@ -102,6 +102,8 @@ class RLConfig(RunConfig):
         subagents = self.rollout.subagents
         if subagents.train and subagents.temperature != temperature:
             raise ValueError(f"rollout.subagents.train needs rollout.subagents.temperature = {temperature}")
+        if self.rollout.server_gpus and self.rollout.urls:
+            raise ValueError("rollout.server_gpus and rollout.urls: give one of the two")
         if 0 in (*self.gating, *self.val_frames):
             raise ValueError("gating or val_frames: 0: an overview has at least 1 frame; gating = [] is off")
 

@@ -164,7 +164,7 @@ def run_tool(
     call: Call, task: Task, names: tuple[str, ...], videos: Videos, contract: VisualContract
 ) -> ClipForSubagent | str:
     """Run one parsed call. Mistakes of the model and unreadable files become a ToolError. So do exceptions in the tool's own
-    code and invalid results; the first traceback of each type is logged."""
+    code, even SystemExit, and invalid results; the first traceback of each type is logged."""
     if call.name not in names:
         raise ToolError("unknown_tool", f"There is no tool {ascii(call.name)[:60]}; there is {', '.join(names)}.")
     try:
@@ -174,7 +174,7 @@ def run_tool(
         raise
     except VideoError:
         raise ToolError("failed", "This part of the video could not be read.") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if (call.name, type(error)) not in _logged:
             _logged.add((call.name, type(error)))
             log.exception("tool %s crashed on %s", call.name, call.arguments)

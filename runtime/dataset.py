@@ -14,6 +14,7 @@ import contextlib
 import json
 import logging
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -152,15 +153,15 @@ class Dataset:
         self.total = sum(len(rows) for rows in opened)
         self.bad: dict[str, str] = {}  # the row's name -> why it cannot be used
         self._rows_in_share = 0  # different rows in this rank's share: first of one epoch, then more, at most all
+        # A row's name has the file's name without its folder, since K and all seeds depend on it and files can move. If two
+        # files have the same name, it has the whole path.
+        paths = {rows.path for rows in opened}
+        files_called = Counter(path.name for path in paths)
+        self._names = {path: path.name if files_called[path.name] == 1 else path for path in paths}
         self._epoch = None  # the epoch whose order is in memory
         self._order = np.zeros((2, 0), int)
         if not len(self):
             raise DataError("data.sources have no rows, apart from those read `first`")
-        paths = {rows.path.name: rows.path for rows in opened}
-        for rows in opened:
-            other = paths[rows.path.name]
-            if other != rows.path:
-                raise DataError(f"{rows.path} and {other} have the same name, but it names their rows: rename one")
 
     def __len__(self) -> int:
         """Return the number of rows in an epoch of the mixture."""
@@ -173,8 +174,7 @@ class Dataset:
         self._rows_in_share = min(self.total, max(self.total, (step + 1) * size) // world)
         for i in range(rank, size, world):
             source, rows, row, epoch = self._row(step * size + i)
-            # Without the folder: K and all seeds depend on a row's name, and files can move.
-            origin = f"{rows.path.name}:{row}"
+            origin = f"{self._names[rows.path]}:{row}"
             if origin in self.bad:
                 continue
             root = Path(self.cfg.video_root or rows.path.parent)

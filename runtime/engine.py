@@ -57,8 +57,6 @@ class EngineConfig:
 
     def __post_init__(self):
         gpus, size = list(self.server_gpus), self.tensor_parallel
-        if gpus and self.urls:
-            raise ValueError("server_gpus and urls: give one of the two")
         if size < 1 or len(gpus) % size:
             raise ValueError(
                 f"server_gpus = {gpus} cannot be divided into servers of tensor_parallel = {size}: give a multiple of it"

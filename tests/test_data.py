@@ -25,7 +25,7 @@ from rl import RLConfig, Sampler
 from rl import count_tokens as count_prompt
 from rollout import AgentContext, RolloutConfig, ask_subagent, overview
 from runtime import config, dataset
-from runtime.dataset import DataConfig, DataError, Dataset, RowError, Rows, Source, row_errors
+from runtime.dataset import DataConfig, Dataset, RowError, Rows, Source, row_errors
 from runtime.packing import best_fit
 from runtime.policy import PolicyConfig
 from runtime.script import read_all_rows, read_row
@@ -500,13 +500,15 @@ def test_a_rank_holds_its_bad_rows_against_the_rows_that_it_has_met(tmp_path):
         numbers(bad, *range(10), size=400, rank=7, world=8)
 
 
-def test_two_files_of_one_name_are_refused(tmp_path):
-    """Their rows would have the same names, so the same K and the same seeds."""
-    (tmp_path / "x").mkdir()
-    paths = [write_jsonl(folder / "train.jsonl", [{"n": 1}]) for folder in (tmp_path, tmp_path / "x")]
-    assert len(Dataset(DataConfig((Source(paths[0]), Source(paths[0]))), number)) == 2
-    with pytest.raises(DataError, match="train.jsonl have the same name, .*: rename one"):
-        Dataset(DataConfig(tuple(map(Source, paths))), number)
+def test_a_bad_row_costs_no_row_of_another_file_of_the_same_name(tmp_path):
+    paths = []
+    for name in "xy":
+        (tmp_path / name).mkdir()
+        rows = [{"n": f"{name}{i}", "bad": (name, i) == ("x", 3)} for i in range(5)]
+        paths.append(write_jsonl(tmp_path / name / "train.jsonl", rows))
+    dataset = Dataset(DataConfig(tuple(map(Source, paths)), max_bad_fraction=0.5), number)
+    seen = collections.Counter(numbers(dataset, *range(3), size=10))
+    assert seen["x3"] == 0 and seen["y3"] == 3
 
 
 def test_a_row_has_the_same_name_wherever_its_file_is(tmp_path):

@@ -269,6 +269,7 @@ RETURNS = {
     "few times": (clip_of(times=(1.0,)), "and 1 times: .* a time for each"),
     "odd sides": (clip_of(np.zeros((2, 60, 96, 3), np.uint8)), "frames of 96 x 60: decode them at contract.crop_size"),
     "too large": (clip_of(np.broadcast_to(np.uint8(0), (2, 8192, 8192, 3))), "frames of 8192 x 8192"),
+    "an exit": (SystemExit("the tool leaves"), "the tool leaves"),
     "two windows": (clip_of(window=(8, 2)), r"its window is \(8, 2\): .* must not end before it starts"),
     "a time that is none": (clip_of(times=(1.0, math.nan)), r"its frames have the times \(1.0, nan\)"),
     "an exception": (KeyError("a bug of the fork"), "a bug of the fork"),
