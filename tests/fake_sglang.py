@@ -3,9 +3,9 @@
     python fake_sglang.py PORT IMAGE_PAD CELL STOP [FAULT]
 
 Its tokens depend on the prompt, the seed and the weights' version. FAULT: die_after=N answers, busy (503 at times), abort,
-drift (one image token too few), stale (loads weights but reports the old version), swap (refuses the first weights),
-slow_start=SECONDS, slow=SECONDS for every request, crash=N (at once, after N lines of log), memory (keeps an image in /dev/shm
-as a real server does), meta=JSON (replaces fields of each answer's meta_info). GET /model_info reports what the server has seen.
+drift (one image token too few), swap (refuses the first weights), slow_start=SECONDS, slow=SECONDS for every request,
+crash=N (at once, after N lines of log), meta=JSON (replaces fields of each answer's meta_info). GET /model_info reports what the
+server has seen.
 """
 
 import hashlib
@@ -22,14 +22,12 @@ from PIL import Image
 
 port, image_pad, cell, stop = map(int, sys.argv[1:5])
 fault, _, amount = (sys.argv[5] if len(sys.argv) > 5 else "").partition("=")
-state = {"version": "default", "pid": os.getpid(), "warmed": 0, "prompts": {}, "read": {}}
-state |= {"served": 0, "answered": 0, "loads": 0}
+state = {"version": "default", "pid": os.getpid(), "prompts": {}, "read": {}, "served": 0, "answered": 0, "loads": 0}
 lock = threading.Lock()
 
 
 def generate(request: dict) -> tuple[int, dict]:
     if "image_data" not in request:  # the first request, which asks whether the server is ready
-        state["warmed"] += 1
         return 200, {}
     with lock:
         state["served"] += 1
@@ -75,8 +73,7 @@ def load(request: dict) -> tuple[int, dict]:
         return 400, {"success": False, "message": "no such folder"}
     if not request["flush_cache"]:  # a real server would go on using the old weights' keys
         return 400, {"success": False, "message": "the cache holds keys of the old weights"}
-    if fault != "stale":
-        state["version"] = request["weight_version"]
+    state["version"] = request["weight_version"]
     files = sorted(path for path in Path(request["model_path"]).iterdir() if path.is_file())
     state["read"] = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     return 200, {"success": True, "message": ""}
@@ -113,10 +110,6 @@ class Server(ThreadingHTTPServer):
 if fault == "crash":
     print(*[f"line {i}" for i in range(int(amount))], sep="\n")
     sys.exit(3)
-if fault == "memory":
-    image = Path(f"/dev/shm/sgl_shm_mm_{os.getpid()}_ab12cd34")
-    image.write_bytes(bytes(4096))
-    print(image, flush=True)
 if fault == "slow_start":
     time.sleep(float(amount))
 Server(("", port), Handler).serve_forever()

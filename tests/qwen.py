@@ -6,17 +6,15 @@ Qwen3's tokenizer.json; the added tokens are those of the published tokenizer_co
 import base64
 import functools
 import json
-import unicodedata
 import zipfile
 from pathlib import Path
 
-import regex
 import tiny
 from scripts import REPO
 from tokenizers import AddedToken
 from transformers import GenerationConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
-from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX, Qwen2Tokenizer
+from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
 from runtime.visual import VisualContract
 
@@ -67,12 +65,6 @@ def merge_bytes(text: bytes, below: int) -> list[bytes]:
         i = merged.index(rank)
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     return parts
-
-
-def encode_plainly(text: str) -> list[int]:
-    """Return the ids of text without added tokens, as tiktoken defines them."""
-    words = regex.findall(PRETOKENIZE_REGEX, unicodedata.normalize("NFC", text))
-    return [ranks()[part] for word in words for part in merge_bytes(word.encode(), FIRST_ADDED)]
 
 
 def build_tokenizer(model: str = QWEN3) -> Qwen2Tokenizer:

@@ -38,7 +38,7 @@ OPTIM = OptimConfig(lr=1e-2)
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    path = tiny.write(tmp_path_factory.mktemp("tiny") / "model")
+    path = tiny.write(tmp_path_factory.mktemp("tiny") / "model", vision={"depth": 2})
     CONTRACT.save(path)
     (path / "tokenizer.json").write_text('{"any": "bytes"}')
     (path / "chat_template.jinja").write_text("{{ tools }}{{ messages }}")
@@ -70,21 +70,20 @@ def everything(policy, optimizer) -> dict[str, torch.Tensor]:
 # ------------------------------------------------------------------------------------------------ training state
 
 
-@pytest.mark.parametrize("freeze", [(), ("vision",)])
-def test_a_resumed_run_is_one_that_never_saved_bit_for_bit(path, tmp_path, freeze):
-    policy, optimizer = fresh(path, freeze)
-    train(policy, optimizer, range(6))
+def test_a_resumed_run_is_one_that_never_saved_bit_for_bit(path, tmp_path):
+    policy, optimizer = fresh(path, freeze=("vision",))
+    train(policy, optimizer, range(4))
 
-    saved, its_optimizer = fresh(path, freeze)
+    saved, its_optimizer = fresh(path, freeze=("vision",))
     assert load_state(tmp_path / "nothing", saved, its_optimizer) == 0
     save_state(tmp_path, saved, its_optimizer, 0)  # before the first step, when AdamW has no moments yet
-    train(saved, its_optimizer, range(3))
-    save_state(tmp_path, saved, its_optimizer, 3)
+    train(saved, its_optimizer, range(2))
+    save_state(tmp_path, saved, its_optimizer, 2)
 
-    resumed, its_optimizer = fresh(path, freeze)
+    resumed, its_optimizer = fresh(path, freeze=("vision",))
     step = load_state(tmp_path, resumed, its_optimizer)
-    assert step == 3
-    train(resumed, its_optimizer, range(step, 6))
+    assert step == 2
+    train(resumed, its_optimizer, range(step, 4))
     expected, restored = everything(policy, optimizer), everything(resumed, its_optimizer)
     assert restored.keys() == expected.keys() and len(optimizer.state) > 1
     assert all(torch.equal(restored[name], expected[name]) for name in expected)
@@ -119,6 +118,7 @@ def save_for_ever(folder: Path) -> None:
         save_state(folder, model, optimizer, step, keep=2)
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_a_whole_state(tmp_path):
     rng, reached, unfinished = random.Random(0), 0, 0
     for attempt in range(40):
@@ -143,65 +143,30 @@ def test_a_kill_at_any_moment_leaves_a_whole_state(tmp_path):
     raise AssertionError("no kill fell into a save: make the states larger")
 
 
-def cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-def empty(file: Path) -> None:
-    """Empty a file, as a power cut does to a file that was not synced to the disk."""
-    file.write_bytes(bytes(file.stat().st_size))
-
-
-@pytest.mark.parametrize("harm", [cut, empty, Path.unlink], ids=["cut", "empty", "gone"])
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-def test_a_damaged_newest_state_is_told_beside_the_one_before(tmp_path, name, harm):
+def test_a_damaged_newest_state_is_told_beside_the_one_before(tmp_path, name):
     """Past bug: a traceback of two pages, although `keep: 2` had kept a good state."""
     model, optimizer = small()
     for step in (2, 4):
         save_state(tmp_path, model, optimizer, step)
-    harm(tmp_path / "step-00000004" / name)
-    with pytest.raises(
-        ConfigError,
-        match=r"/step-00000004 cannot be read \(.+\); if it is damaged, delete it to resume from step-00000002$",
-    ):
+    file = tmp_path / "step-00000004" / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    told = r"/step-00000004 cannot be read \(.+\); if it is damaged, delete it to "
+    with pytest.raises(ConfigError, match=told + "resume from step-00000002$"):
         load_state(tmp_path, model, optimizer)
     shutil.rmtree(tmp_path / "step-00000002")
-    with pytest.raises(
-        ConfigError, match=r"/step-00000004 cannot be read \(.+\); if it is damaged, delete it to start again$"
-    ):
+    with pytest.raises(ConfigError, match=told + "start again$"):
         load_state(tmp_path, model, optimizer)
 
 
-def test_a_state_is_on_the_disk_before_it_gets_its_name(path, tmp_path, monkeypatch):
-    """A file that is renamed before it is synced can be empty after a power cut."""
-    written, names, fsync, rename = set(), [], os.fsync, Path.rename
-
-    def note(file):
-        written.add(os.fstat(file).st_ino)
-        fsync(file)
-
-    def renamed(old, new):
-        if old.is_dir():
-            names.append(new.name)
-            assert {p.stat().st_ino for p in old.iterdir()} <= written
-        return rename(old, new)
-
-    policy, optimizer = fresh(path)
-    monkeypatch.setattr(os, "fsync", note)
-    monkeypatch.setattr(Path, "rename", renamed)
-    save_state(tmp_path, policy, optimizer, 1)
-    assert names == ["step-00000001"]
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_weights_that_are_not_finite_are_neither_saved_nor_exported_nor_loaded(path, tmp_path, value):
+def test_weights_that_are_not_finite_are_neither_saved_nor_exported_nor_loaded(path, tmp_path):
     """Past bug: they were saved, replaced the good states, and became the run's result."""
     policy, optimizer = fresh(path)
     save_state(tmp_path / "state", policy, optimizer, 1, keep=1)
     export(policy, tmp_path / "out", CONTRACT)
     name = "model.model.language_model.layers.0.mlp.up_proj.weight"
     with torch.no_grad():
-        policy.get_parameter(name)[1, 2] = value
+        policy.get_parameter(name)[1, 2] = math.nan
     with pytest.raises(ConfigError, match=f"no state of step 2 is saved: weights are not finite, such as {name}"):
         save_state(tmp_path / "state", policy, optimizer, 2, keep=1)
     with pytest.raises(ConfigError, match=f"/out is not written: weights are not finite, such as {name[6:]}"):
@@ -209,7 +174,7 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_exported_nor_loaded(p
     assert saved_step(tmp_path / "state") == 1 and load_policy(PolicyConfig(str(tmp_path / "out")))
 
     weights = load_file(tmp_path / "out" / "model.safetensors")
-    weights[name[6:]][1, 2] = value
+    weights[name[6:]][1, 2] = math.nan
     save_file(weights, tmp_path / "out" / "model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=f"/out: weights are not finite, such as {name[6:]}"):
         load_policy(PolicyConfig(str(tmp_path / "out")))
@@ -248,12 +213,11 @@ def test_an_export_is_an_ordinary_checkpoint_with_the_trained_weights(tmp_path, 
 
 
 def test_an_export_carries_the_sources_files_its_contract_and_its_dtype(path, tmp_path):
-    (path / "model.safetensors.index.json").write_text('{"weight_map": {"stale": "model.safetensors"}}')
     for computed, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):  # the second replaces the first
         policy = load_policy(PolicyConfig(str(path), dtype=computed), train=False)
         export(policy, tmp_path / "out", CONTRACT)
         names = {p.name for p in (tmp_path / "out").iterdir()}
-        assert names == {p.name for p in path.iterdir()} - {"model.safetensors.index.json"}
+        assert names == {p.name for p in path.iterdir()}
         for name in ("tokenizer.json", "chat_template.jinja", "merges.txt", "generation_config.json"):
             assert (tmp_path / "out" / name).read_bytes() == (path / name).read_bytes()
         CONTRACT.refuse_unlike(tmp_path / "out")
@@ -263,17 +227,18 @@ def test_an_export_carries_the_sources_files_its_contract_and_its_dtype(path, tm
         said = {part["dtype"] for part in (config, config["text_config"], config["vision_config"])}
         assert said == {str(dtype).removeprefix("torch.")}
     assert not list(tmp_path.glob("out.*"))
-    (path / "model.safetensors.index.json").unlink()
 
 
 def test_an_export_of_a_stock_checkpoint_tells_its_contract_and_carries_no_other_weights(tmp_path):
     """Past mutants: without visual.json, any contract fits; and the old weights' index was copied."""
     source = tiny.write(tmp_path / "stock")
-    for name in ("pytorch_model.bin", "consolidated.00.pth", "training.pt", "model.gguf"):
-        (source / name).write_bytes(b"old weights")
+    index = '{"weight_map": {"stale": "model.safetensors"}}'
+    others = ("pytorch_model.bin", "consolidated.00.pth", "training.pt", "model.gguf", "model.safetensors.index.json")
+    for name in others:
+        (source / name).write_text(index)
     export(load_policy(PolicyConfig(str(source)), train=False), tmp_path / "out", CONTRACT)
     assert VisualContract.load(tmp_path / "out") == CONTRACT != VisualContract()
-    assert not [p.name for p in (tmp_path / "out").iterdir() if p.suffix in (".bin", ".pth", ".pt", ".gguf")]
+    assert not set(others) & {p.name for p in (tmp_path / "out").iterdir()}
 
 
 def test_qwen25_vls_weights_have_their_published_names_in_files_and_both_names_are_read(tmp_path):
@@ -324,10 +289,8 @@ def test_snapshots_lie_in_memory_where_two_have_room(path, tmp_path, monkeypatch
 
 def both_ranks(path, folder):
     policy, optimizer = fresh(path)
-    for bundles in (tiny.random_bundles(0)[0], []):
-        optimizer.zero_grad()
-        policy(bundles if rank() == 0 else []).logprobs.sum().backward()
-        optimizer.step()
+    policy(tiny.random_bundles(0)[0] if rank() == 0 else []).logprobs.sum().backward()
+    optimizer.step()
     save_state(folder / "state", policy, optimizer, 2)
     export(policy, folder / "out", CONTRACT)
 
@@ -357,6 +320,7 @@ def save_and_load_on_a_slow_disk(folder: Path) -> None:
     assert load_state(folder, model, optimizer) == 1
 
 
+@pytest.mark.slow
 def test_ranks_wait_for_a_slow_disk_longer_than_for_a_lost_rank(tmp_path):
     """Past bug: a state was saved and loaded in the default group, with NCCL's timeout."""
     finish(Forked(partial(save_and_load_on_a_slow_disk, tmp_path), ranks=2))

@@ -5,7 +5,6 @@ import gc
 import os
 import signal
 import socket
-import sys
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -51,7 +50,7 @@ def prompts(renderer):
 def assert_close_frees_who_waits(engine, row: dict) -> None:
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(engine.generate, **row)
-        time.sleep(0.5)
+        time.sleep(0.2)
         assert not waiting.done()
         engine.close()
         with pytest.raises((EngineError, EngineLost), match="closed"):
@@ -66,11 +65,11 @@ def assert_close_frees_who_waits(engine, row: dict) -> None:
 @both_families
 def test_greedy_text_is_what_transformers_generates(engine, model, renderer, prompts):
     """Compare one ragged batch, with and without images, with `generate` row by row."""
-    samples = at_once(engine, [request(ids, clips, temperature=0.0) for ids, clips in prompts])
+    samples = at_once(engine, [request(*prompt, temperature=0.0, max_new_tokens=12) for prompt in prompts])
     banned = [[token] for token in renderer.never_sampled]
     for (ids, clips), sample in zip(prompts, samples):
         asked = tiny.plain_inputs(model, ids, clips)
-        theirs = model.generate(**asked, max_new_tokens=24, do_sample=False, bad_words_ids=banned)
+        theirs = model.generate(**asked, max_new_tokens=12, do_sample=False, bad_words_ids=banned)
         assert sample.ids == theirs[0, len(ids) :].tolist() and len(set(sample.ids)) > 3
 
 
@@ -160,7 +159,7 @@ def test_a_turn_ends_with_its_stop_token_or_with_its_budget(engine, prompts, mon
 def test_tokens_depend_on_the_requests_own_seed_only(checkpoint, renderer, prompts):
     """They do not depend on the other rows, their lengths and ends, or the number of batches."""
     engine = InProcess(checkpoint, renderer, max_batch_tokens=400)
-    rows = [request(*prompts[i % 4], seed=i, max_new_tokens=1 + 2 * i) for i in range(16)]
+    rows = [request(*prompts[i % 4], seed=i, max_new_tokens=1 + 2 * i) for i in range(8)]
     assert [s.ids for s in at_once(engine, rows)] == [engine.generate(**row).ids for row in rows]
     assert engine.generate(**rows[-1] | {"seed": 99}).ids != engine.generate(**rows[-1]).ids
     engine.close()
@@ -203,25 +202,22 @@ def test_a_closed_engine_lets_nobody_wait(checkpoint, renderer, prompts):
 # ---- in this process, with reference implementations of a GPU's kernels
 
 
-@pytest.mark.parametrize("kernel", ["flash", "varlen"])
-def test_a_gpus_kernels_sample_what_a_cpus_sdpa_samples(engine, checkpoint, renderer, prompts, monkeypatch, kernel):
+def test_a_gpus_kernel_samples_what_a_cpus_sdpa_samples(engine, checkpoint, renderer, prompts, monkeypatch):
     """One batch has greedy and random rows that end at different times, shared prompts, and frames after the prompt."""
     rows = []
-    for i, (ids, clips) in enumerate(prompts):
+    for i, (ids, clips) in enumerate(prompts[::2]):
         for seed, temperature in enumerate((0.0, 0.7, 1.5)):
-            rows.append(request(ids, clips, seed, temperature, max_new_tokens=3 + 7 * seed + i))
+            rows.append(request(ids, clips, seed, temperature, max_new_tokens=3 + 4 * seed + i))
         tail = renderer.encode("<think>\nWell")
         rows.append(request(ids + tail, clips, seed=i, shared_prefix=len(ids)))
         delta = renderer.continuation([[noise(2, seed=9), "seen"]])
         later = ids + tail + [renderer.end_of_turn] + delta.ids
         rows.append(request(later, [*clips, *delta.clips], seed=i, shared_prefix=len(ids)))
-    assert engine.kernel == "sdpa"
     expected = at_once(engine, rows)
-    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(flash_attn_varlen_func=tiny.flash_attn_2))
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", tiny.torch_varlen)
     monkeypatch.delattr("torch.nn.functional.scaled_dot_product_attention")
     other = InProcess(checkpoint, renderer)
-    other.kernel = kernel
+    other.kernel = "varlen"
     samples = at_once(other, rows)
     other.close()
     for sample, wanted in zip(samples, expected, strict=True):
@@ -403,7 +399,7 @@ def test_servers_share_requests_and_all_have_the_weights_pushed_last(serve, prom
 
 def test_the_rollouts_of_a_prompt_are_read_by_one_server_while_it_has_time(serve, renderer):
     """Its cache has the prompt. The other server answers if the first has eight more requests, or fails."""
-    client, clips = serve("slow=0.5", "slow=0.5"), [noise(1, seed=seed) for seed in range(2)]
+    client, clips = serve("slow=0.3", "slow=0.3"), [noise(1, seed=seed) for seed in range(2)]
     ids = renderer.render([{"role": "user", "content": [clips[0], "What?"]}], generate=True).ids
     rows = [request(ids + [20 + i], [clip], shared_prefix=len(ids)) for clip in clips for i in range(8)]
     at_once(client, rows)
@@ -452,15 +448,6 @@ def test_a_server_on_several_gpus_is_told_so_and_named_by_them(renderer, prompts
     client.close()
 
 
-def test_servers_start_while_the_caller_goes_on_and_sample_once_before_they_are_ready(renderer):
-    launch = lambda port: fake_server(renderer, port, "slow_start=0.5")  # noqa: E731
-    client = SGLang("", renderer, EngineConfig(server_gpus=(0, 1)), launch=launch)
-    assert len(set(client.urls)) == 2
-    client.wait_until_ready()
-    assert [state_of(url)["warmed"] for url in client.urls] == [1, 1]
-    client.close()
-
-
 def test_servers_need_whole_groups_of_gpus():
     for wrong in ({"server_gpus": (4, 5, 6)}, {"server_args": ("--tp-size=2",)}, {"server_args": ("--tp", "2")}):
         with pytest.raises(ValueError, match="tensor_parallel"):
@@ -491,6 +478,7 @@ def test_the_memory_of_a_server_that_was_killed_is_waited_for(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.setattr("torch.cuda.device_memory_used", lambda gpu: (used.pop(0) if used[1:] else used[0]) << 30)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
     require_servers(RolloutConfig(server_gpus=(0,)))
     assert used == [1]
 
@@ -539,24 +527,13 @@ def test_a_server_inherits_nothing_and_is_asked_past_any_proxy(serve, prompts, m
 def test_if_a_server_does_not_start_the_others_end_and_the_end_of_its_log_is_told(serve, renderer):
     """Past bug: it was started again until start_timeout."""
     with pytest.raises(EngineError, match="the server on GPU 0 failed: .* Connection refused"):
-        serve("slow_start=30", start_timeout=1.0)
+        serve("slow_start=30", start_timeout=0.5)
     ports = []
     launch = lambda port: ports.append(port) or fake_server(renderer, port, "crash=30" if ports[1:] else "")  # noqa: E731
     with pytest.raises(EngineError, match="the server on GPU 1 failed: exit code 3; ") as error:
         serve("", "", start_timeout=1000.0, launch=launch)
     assert [line for line in str(error.value).splitlines() if "line" in line] == [f"line {i}" for i in range(10, 30)]
     wait_for(lambda: socket.socket().connect_ex(("127.0.0.1", ports[0])), seconds=5)
-
-
-def test_a_reply_of_other_weights_is_a_failure_of_the_server(renderer):
-    client = SGLang("", renderer, EngineConfig(urls=("http://127.0.0.1:9",)))
-    client.snapshot = "somewhere"
-    meta = {"finish_reason": {"type": "stop"}, "weight_version": "0", "output_token_logprobs": [[-1.0, 5, None]]}
-    reply = {"meta_info": meta, "prompt_token_ids": [1, 2]}
-    assert client._read_sample(reply, [1, 2], 0) == Sample([5], [-1.0], "stop", 0)
-    with pytest.raises(Failure, match="sampled by weights '0', expected 1"):
-        client._read_sample(reply, [1, 2], 1)
-    client.close()
 
 
 def test_a_server_is_left_out_after_three_failures_in_a_row_and_requests_in_flight_count_once(serve, prompts, caplog):
@@ -627,21 +604,20 @@ def test_weights_of_another_run_are_replaced_even_under_the_same_number(serve, p
     second.close(), other_rank.close()
 
 
-NO_FIT = [("meta_info", {}), ("prompt_token_ids", None), ("finish_reason", None)]
-NO_FIT += [("output_token_logprobs", [[None, 5, None]]), ("output_token_logprobs", [[-1.0, 5]])]
+META = {"finish_reason": {"type": "stop"}, "weight_version": "0", "output_token_logprobs": [[-1.0, 5, None]]}
 
 
-@pytest.mark.parametrize("name, value", NO_FIT)
-def test_a_reply_that_does_not_fit_is_a_failure_of_the_server(checkpoint, renderer, name, value):
+def test_a_reply_that_does_not_fit_is_a_failure_of_the_server(renderer):
     """Past bug: some of these ended the training with a traceback."""
-    client = SGLang(checkpoint, renderer, EngineConfig(urls=("http://127.0.0.1:9",)))
-    client.snapshot = "somewhere"
-    meta = {"finish_reason": {"type": "stop"}, "weight_version": "0", "output_token_logprobs": [[-1.0, 5, None]]}
-    good = {"meta_info": meta, "prompt_token_ids": [1, 2]}
-    assert client._read_sample(good, [1, 2], 0) == Sample([5], [-1.0], "stop", 0)
-    change = {"meta_info": meta | {name: value}} if name in meta else {name: value}
-    with pytest.raises(Failure, match="a reply does not fit: "):
-        client._read_sample(good | change, [1, 2], 0)
-    with pytest.raises(Failure, match="sampled by weights '0', expected 1"):
-        client._read_sample(good, [1, 2], 1)
-    client.close()
+    good = {"meta_info": META, "prompt_token_ids": [1, 2]}
+    broken = [{"meta_info": {}}, {"prompt_token_ids": None}, {"meta_info": META | {"finish_reason": None}}]
+    for logprobs in ([[None, 5, None]], [[-1.0, 5]]):
+        broken.append({"meta_info": META | {"output_token_logprobs": logprobs}})
+    with contextlib.closing(SGLang("", renderer, EngineConfig(urls=("http://127.0.0.1:9",)))) as client:
+        client.snapshot = "somewhere"
+        assert client._read_sample(good, [1, 2], 0) == Sample([5], [-1.0], "stop", 0)
+        with pytest.raises(Failure, match="sampled by weights '0', expected 1"):
+            client._read_sample(good, [1, 2], 1)
+        for change in broken:
+            with pytest.raises(Failure, match="a reply does not fit: "):
+                client._read_sample(good | change, [1, 2], 0)

@@ -30,21 +30,6 @@ def test_it_shows_the_figures_of_a_step_in_their_order():
         assert line.split("/", 1)[1].split()[1:] == [word for key in shown for word in (key, "...")]
 
 
-@pytest.mark.parametrize("way, max_seconds", [("TP-1", 40), ("TP-4", 28)])
-def test_the_planned_step_is_the_sum_of_its_terms(way, max_seconds):
-    """The table of "What a step costs": a column of seconds for each way to serve."""
-    lines = PAGE.partition("\n## What a step costs\n")[2].partition("\n## ")[0].splitlines()
-    rows = [[cell.strip() for cell in line.split("|")] for line in lines if line.startswith("| ")]
-    names, *rows = rows
-    plan = {row[1]: float(row[names.index(way)]) for row in rows}
-    terms = [plan[term] for term in ("reading", "writing", "reports", "crops", "push")]
-    assert plan["a step"] == pytest.approx(sum(terms)) and plan["a step"] < max_seconds
-    assert f"| {plan['a step']:.0f} s a step, 54 steps" in PAGE
-    # A state delays the next update, its export and the push, as far as sampling does not take as long.
-    exposed = plan["state"] + plan["update"] + plan["export"] + plan["push"] - plan["a step"]
-    assert f"{54 * (plan['a step'] + exposed / 10) / 60:.0f} minutes" in PAGE
-
-
 def train_beside_stand_ins(toy: Path) -> None:
     """Run paragrpo_8b.yaml: a server is killed after the first step, and Ctrl-C pressed after the second."""
     renderer = Renderer(load_tokenizer("runs/sft_8b/model"), VisualContract(frame_pixels=1024))

@@ -50,6 +50,7 @@ def train_rl(cfg: Path) -> None:
     run_script(rl.main, config.load(rl.RLConfig, cfg))
 
 
+@pytest.mark.slow
 def test_weights_go_through_the_runs_folder_to_each_nodes_own_servers_and_images_through_its_memory(toy_dir, tmp_path):
     changes = {"rollout": {"server_gpus": [4, 5]}, "batch_tasks": 4, "grpo": {"kl_coef": 0.1, "train_tokens": 20}}
     cfg = rl_config(tmp_path / "run.yaml", toy_dir, steps=2, **changes)

@@ -132,14 +132,13 @@ def test_an_unknown_checkpoint_is_told_what_the_plan_needs(tmp_path):
     assert count(meta_policy(PolicyConfig(str(path)))) == count(load_policy(PolicyConfig(str(path))))
 
 
-@pytest.mark.parametrize("model_type, own", [("qwen3_vl", {"mrope_interleaved": True}), ("qwen2_5_vl", {})])
-def test_activations_are_what_autograd_keeps(tmp_path, model_type, own):
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]} | own
+def test_activations_are_what_autograd_keeps(tmp_path):
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 8}
-    path = tiny.write(tmp_path / "model", text=sizes | {"head_dim": 32, "rope_parameters": rope}, model_type=model_type)
+    path = tiny.write(tmp_path / "model", text=sizes | {"head_dim": 32, "rope_parameters": rope})
     rng = np.random.default_rng(0)
-    prompt, suffixes = rng.integers(2, 100, 600).tolist(), rng.integers(2, 100, (4, 100)).tolist()
-    tokens = 1000
+    prompt, suffixes = rng.integers(2, 100, 120).tolist(), rng.integers(2, 100, (4, 20)).tolist()
+    tokens = 200
     for checkpointing in (False, True):
         cfg = PolicyConfig(str(path), activation_checkpointing=checkpointing)
         policy = load_policy(cfg).to(torch.bfloat16)
@@ -157,6 +156,6 @@ def test_activations_are_what_autograd_keeps(tmp_path, model_type, own):
         for layer in policy.text.layers:
             layer.register_forward_pre_hook(reached)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            policy([Bundle(prompt, suffixes, [[1] * 100] * 4, [])])
+            policy([Bundle(prompt, suffixes, [[1] * 20] * 4, [])])
         [planned] = [size for use, size in plan_training(cfg, 1, tokens).used.items() if "of 2 blocks" in use]
         assert at_block[1] - at_block[0] == pytest.approx(planned / 2, rel=0.01 if checkpointing else 0.15)

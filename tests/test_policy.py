@@ -25,6 +25,7 @@ from runtime.policy import PolicyConfig, _ChunkedLogprobs, pick_kernel
 from runtime.run import OptimConfig, clip_gradients, learning_rate, make_optimizer, optimizer_step
 
 torch.set_num_threads(1)
+both_families = pytest.mark.parametrize("family", tiny.CELL, indirect=True)
 
 
 @pytest.fixture(scope="module", params=["qwen3_vl tied", "qwen3_vl untied", "qwen2_5_vl untied"])
@@ -33,9 +34,9 @@ def checkpoint(request, tmp_path_factory):
     return tiny.write(tmp_path_factory.mktemp("tiny") / "model", tied == "tied", model_type=model_type)
 
 
-@pytest.fixture(scope="module", params=tiny.CELL)
+@pytest.fixture(scope="module")
 def family(request):
-    return request.param
+    return getattr(request, "param", "qwen3_vl")
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,7 @@ def relative_error(ours: dict, theirs: dict) -> float:
 # ------------------------------------------------------------------------------------------------ equality
 
 
-@pytest.mark.parametrize("seed", [0, 3, 4])
+@pytest.mark.parametrize("seed", [0, 3])
 def test_gradients_are_those_of_plain_rows(checkpoint, seed):
     policy, model = load_policy(PolicyConfig(str(checkpoint), freeze=()), tiny.NEVER_SAMPLED), tiny.plain(checkpoint)
     bundles, rows = tiny.random_bundles(seed, seed != 3, tiny.CELL[model.config.model_type])
@@ -88,7 +89,8 @@ def test_gradients_are_those_of_plain_rows(checkpoint, seed):
     assert relative_error(ours, theirs) < 1e-5
 
 
-@settings(max_examples=25, derandomize=True)
+@both_families
+@settings(max_examples=12, derandomize=True)
 @given(st.integers(0, 10**6), st.booleans(), st.sampled_from([0.7, 1.0, 1.3]))
 @example(7016, True, 1.0)  # rows without a prompt, and suffixes of one token and of none
 def test_log_probs_and_entropies_are_those_of_plain_rows(oracle, shared, cell, seed, images, temperature):
@@ -99,15 +101,6 @@ def test_log_probs_and_entropies_are_those_of_plain_rows(oracle, shared, cell, s
         scores, expected = shared(bundles, temperature), tiny.plain_scores(oracle, bundles, rows, temperature)
     for ours, theirs in zip(scores, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-
-
-def test_without_bans_the_probability_of_all_ids_counts(path, oracle, shared, cell):
-    bundles, rows = tiny.random_bundles(11, cell=cell)
-    with torch.no_grad():
-        logprobs = load_policy(PolicyConfig(str(path), freeze=()))(bundles, 0.7).logprobs
-        expected, _ = tiny.plain_scores(oracle, bundles, rows, 0.7, banned=())
-        torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
-        assert (shared(bundles, 0.7).logprobs > logprobs).all()
 
 
 # ------------------------------------------------------------------------------------------------ edges
@@ -191,6 +184,7 @@ def test_no_mask_spans_the_pack_and_no_logits_span_the_targets(path, cell):
     assert relative_error(ours, gradients(at_once, expected.sum())) < 1e-5
 
 
+@both_families
 @pytest.mark.parametrize("attend", [tiny.flash_attn_2, tiny.torch_varlen])
 def test_one_varlen_call_a_layer_means_what_segments_and_frames_mean(path, shared, cell, monkeypatch, attend):
     """The kernels need a GPU. A reference implementation replaces them, so that the rest of their path runs here."""
@@ -300,11 +294,13 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(tmp_path):
 def step_on(policy, passes, bundles) -> dict:
     """Accumulate gradients over `passes` and take one optimizer step. Return gradients, and scores before and after."""
     optimizer = make_optimizer(policy, OptimConfig(lr=1e-2))
-    before = [policy(micro).logprobs.detach() for micro in passes]
     with torch.no_grad():
         policy(bundles)  # a pass without backward, as an evaluation between steps
+    before = []
     for micro in passes:
-        policy(micro).logprobs.sum().backward()
+        logprobs = policy(micro).logprobs
+        logprobs.sum().backward()
+        before.append(logprobs.detach())
     grads = {n: whole(p.grad).clone() for n, p in policy.model.named_parameters() if p.grad is not None}
     with torch.no_grad():
         policy(bundles)
@@ -326,71 +322,56 @@ def micro_batches(rank: int, world: int, cell: int) -> list[list[Bundle]]:
     return [mine, text if rank == 0 else []]
 
 
-RANK_CASES = {  # checkpoint, freeze, dtype
-    "tied": ("qwen3_vl tied", (), "fp32"),
-    "frozen": ("qwen3_vl untied", ("vision",), "fp32"),
-    "bf16 untied": ("qwen3_vl untied", (), "bf16"),
-    "Qwen2.5-VL": ("qwen2_5_vl untied", (), "fp32"),
-    "two nodes": ("qwen3_vl untied", (), "fp32"),  # two ranks each; the other cases have one node of two ranks
-}
-
-
-def all_ranks(folder, cases):
+def one_rank(cfg: PolicyConfig, cell: int, folder) -> None:
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    for name in cases:
-        source, freeze, dtype = RANK_CASES[name]
-        policy = load_policy(PolicyConfig(str(folder / source), freeze=freeze, dtype=dtype), tiny.NEVER_SAMPLED)
-        assert all(isinstance(p, DTensor) is p.requires_grad for p in policy.parameters())
-        assert all(p.dtype == torch.float32 for p in policy.parameters() if p.requires_grad)
-        cell = tiny.CELL[source.split()[0]]
-        mine = micro_batches(rank(), world_size(), cell)
-        stepped = step_on(policy, mine, tiny.random_bundles(4, cell=cell)[0])
-        reference = load_policy(policy.cfg, tiny.NEVER_SAMPLED, train=False)
-        with torch.no_grad():  # ranks with different shares, and the policy's own numbers before its step
-            scores = reference(mine[0])
-        tolerance = 0.02 if dtype == "bf16" else 1e-6
-        torch.testing.assert_close(scores.logprobs, stepped["before"][0], atol=tolerance, rtol=0)
-        torch.save(stepped, folder / f"{name}{rank()}.pt")
+    policy = load_policy(cfg, tiny.NEVER_SAMPLED)
+    assert all(isinstance(p, DTensor) is p.requires_grad for p in policy.parameters())
+    assert all(p.dtype == torch.float32 for p in policy.parameters() if p.requires_grad)
+    mine = micro_batches(rank(), world_size(), cell)
+    stepped = step_on(policy, mine, tiny.random_bundles(4, cell=cell)[0])
+    reference = load_policy(cfg, tiny.NEVER_SAMPLED, train=False)
+    with torch.no_grad():  # ranks with different shares, and the policy's own numbers before its step
+        scores = reference(mine[0])
+    tolerance = 0.02 if cfg.dtype == "bf16" else 1e-6
+    torch.testing.assert_close(scores.logprobs, stepped["before"][0], atol=tolerance, rtol=0)
+    torch.save(stepped, folder / f"{rank()}.pt")
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks")
-    for source in {source for source, *_ in RANK_CASES.values()}:
-        model_type, tied = source.split()
-        path = tiny.write(folder / source, tied == "tied", model_type=model_type) / "config.json"
-        # Past bug: our own exports say bfloat16, and transformers builds each part in the dtype of its config.
-        written = json.loads(path.read_text())
-        for part in (written, written["text_config"], written["vision_config"]):
-            part["dtype"] = "bfloat16"
-        path.write_text(json.dumps(written))
-    tiny.on_ranks(all_ranks, 2, folder, list(RANK_CASES)[:-1])
-    return folder
+RANK_CASES = [  # family, tied, freeze, dtype, ranks: two on each node
+    ("qwen3_vl", True, (), "fp32", 2),
+    ("qwen3_vl", False, ("vision",), "fp32", 2),
+    pytest.param("qwen3_vl", False, (), "bf16", 2, marks=pytest.mark.slow),
+    pytest.param("qwen2_5_vl", False, (), "fp32", 2, marks=pytest.mark.slow),
+    pytest.param("qwen3_vl", False, (), "fp32", 4, marks=pytest.mark.slow),
+]
 
 
-@pytest.mark.parametrize("case", [*list(RANK_CASES)[:-1], pytest.param("two nodes", marks=pytest.mark.slow)])
-def test_ranks_are_one_process(ranks, case):
+@pytest.mark.parametrize("model_type, tied, freeze, dtype, world", RANK_CASES)
+def test_ranks_are_one_process(tmp_path, model_type, tied, freeze, dtype, world):
     """Compare log-probs, summed gradients, their norm and the step, with short and empty micro-batches on one rank.
 
     One pass without backward comes before the gradients, another before the step. By default, FSDP2 leaves the root's
     weights gathered after such a pass, and they would miss the step."""
-    source, freeze, dtype = RANK_CASES[case]
-    cell = tiny.CELL[source.split()[0]]
-    if case == "two nodes":
-        tiny.on_ranks(all_ranks, 4, ranks, [case])
-    by_rank = [torch.load(path, weights_only=True) for path in sorted(ranks.glob(f"{case}?.pt"))]
-    one = load_policy(PolicyConfig(str(ranks / source), freeze=freeze), tiny.NEVER_SAMPLED)
+    path = tiny.write(tmp_path / "model", tied, vision={"depth": 2}, model_type=model_type)
+    # Past bug: our own exports say bfloat16, and transformers builds each part in the dtype of its config.
+    written = json.loads((path / "config.json").read_text())
+    for part in (written, written["text_config"], written["vision_config"]):
+        part["dtype"] = "bfloat16"
+    (path / "config.json").write_text(json.dumps(written))
+    cell = tiny.CELL[model_type]
+    tiny.on_ranks(one_rank, world, PolicyConfig(str(path), freeze=freeze, dtype=dtype), cell, tmp_path)
+    by_rank = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(world)]
+    one = load_policy(PolicyConfig(str(path), freeze=freeze), tiny.NEVER_SAMPLED)
     expected = step_on(one, micro_batches(0, 1, cell), tiny.random_bundles(4, cell=cell)[0])
     close = 1e-5 if dtype == "fp32" else 0.1
-    [norm] = {one_rank["norm"] for one_rank in by_rank}
+    [norm] = {stepped["norm"] for stepped in by_rank}
     assert norm == pytest.approx(expected["norm"], rel=close)
     assert relative_error(by_rank[0]["gradients"], expected["gradients"]) < close
-    assert len(by_rank) == (4 if case == "two nodes" else 2)
     if dtype == "fp32":
-        merged = torch.cat([one_rank["before"][0] for one_rank in by_rank])
+        merged = torch.cat([stepped["before"][0] for stepped in by_rank])
         torch.testing.assert_close(merged, expected["before"][0], atol=1e-5, rtol=1e-5)
-        for one_rank in by_rank:
-            torch.testing.assert_close(one_rank["after"], expected["after"], atol=1e-4, rtol=1e-4)
+        for stepped in by_rank:
+            torch.testing.assert_close(stepped["after"], expected["after"], atol=1e-4, rtol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------ optimizer

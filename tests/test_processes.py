@@ -1,6 +1,7 @@
 """However a process ends, it leaves no servers and no files in memory, and it removes nothing of other processes."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,6 +12,7 @@ import pytest
 from scripts import REPO, Forked, alive, finish, wait_for
 
 from runtime import weights
+from runtime.distributed import init_distributed
 from runtime.processes import MEMORY, kill_group, start_group
 from runtime.weights import run_memory, snapshot_folders
 
@@ -70,58 +72,49 @@ def test_a_link_that_is_planted_under_a_runs_name_leads_nowhere(tmp_path, monkey
     assert (tmp_path / "precious" / "thesis").exists()
 
 
-def test_ranks_end_with_torchrun_even_if_it_is_killed(tmp_path):
-    """torchrun gives each rank its own session. Past bug: `study.paradox` killed the process group, and ranks went on."""
-    script = tmp_path / "rank.py"
-    script.write_text("""
-import os, time
-from runtime.distributed import init_distributed
-init_distributed()
-os.write(1, f"{os.getpid()}\\n".encode())  # at once: both ranks share the pipe, and `print` writes its newline apart
-time.sleep(120)
-""")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
-    process = subprocess.Popen(
-        torchrun, cwd=REPO, env=os.environ | {"PYTHONPATH": str(REPO)}, stdout=subprocess.PIPE, text=True
-    )
-    ranks = [int(process.stdout.readline()) for _ in range(2)]
+def wait_as_a_rank() -> None:
+    os.setsid()  # as torchrun starts its ranks
+    init_distributed()
+    os.write(1, f"{os.getpid()}\n".encode())  # at once: both ranks write into one file
+    signal.pause()
+
+
+def test_ranks_end_with_the_process_that_started_them_even_if_it_is_killed():
+    """Past bug: `study.paradox` killed torchrun's process group, and the ranks went on."""
+    torchrun = Forked(wait_as_a_rank, ranks=2)
+    log = Path(torchrun.log)
+    wait_for(lambda: log.read_text().count("\n") == 2, torchrun)
+    ranks = [int(line) for line in log.read_text().split()]
     assert all(map(alive, ranks))
-    process.kill()
+    torchrun.kill()
     wait_for(lambda: not any(map(alive, ranks)), seconds=10)
 
 
-def test_a_server_ends_with_a_process_that_is_killed(tmp_path):
+def test_a_group_ends_with_a_process_that_is_killed():
     """Past bug: torchrun kills ranks with SIGKILL, and a server kept running on its GPU."""
-    script = f"""
+    script = """
 import time
-from runtime.engine import EngineConfig
-from runtime.servers import SGLang
-from types import SimpleNamespace
-fake = "echo $$ >> {tmp_path}/pid; exec {sys.executable} tests/fake_sglang.py $0 1 32 2"
-launch = lambda port: ["sh", "-c", fake, str(port)]
-engine = SGLang("", SimpleNamespace(never_sampled=[]), EngineConfig(server_gpus=(0,)), launch=launch)
-engine.wait_until_ready()
-print("ready", flush=True)
-time.sleep(300)
+from runtime.processes import start_group
+start_group(["sh", "-c", "echo $$; exec sleep 60"])
+time.sleep(60)
 """
     process = subprocess.Popen([sys.executable, "-c", script], cwd=REPO, stdout=subprocess.PIPE, text=True)
-    while process.stdout.readline() != "ready\n":
-        assert process.poll() is None
-    server = int((tmp_path / "pid").read_text())
+    server = int(process.stdout.readline())
     assert alive(server)
     process.kill()
-    process.communicate()
+    process.wait()
+    process.stdout.close()
     wait_for(lambda: not alive(server), seconds=5)
 
 
-def test_a_server_that_is_killed_leaves_no_children_and_no_images(tmp_path):
+def test_a_group_that_is_killed_leaves_no_children_and_no_images():
     """Past bug: it left both. The images of other servers stay."""
-    theirs = Path(f"/dev/shm/sgl_shm_mm_{os.getpid()}_ab12cd34")
+    theirs = MEMORY / f"sgl_shm_mm_{os.getpid()}_ab12cd34"
     theirs.touch()
-    fake = f"sleep 300 & echo $! > {tmp_path}/child; exec {sys.executable} {REPO}/tests/fake_sglang.py 0 1 32 2 memory"
-    server = start_group(["sh", "-c", fake], stdout=subprocess.PIPE, text=True)
-    image = Path(server.stdout.readline().strip())
-    child = int((tmp_path / "child").read_text())
+    script = f"touch {MEMORY}/sgl_shm_mm_$$_ab12cd34; sleep 300 & echo $!; wait"
+    server = start_group(["sh", "-c", script], stdout=subprocess.PIPE, text=True)
+    child = int(server.stdout.readline())
+    image = MEMORY / f"sgl_shm_mm_{server.pid}_ab12cd34"
     assert alive(child) and image.exists()
     kill_group(server)
     server.stdout.close()

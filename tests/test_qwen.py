@@ -6,7 +6,6 @@ import json
 import math
 from pathlib import Path
 
-import numpy as np
 import pytest
 import qwen
 import yaml
@@ -89,22 +88,6 @@ def test_published_ids_come_back(encode):
 def test_what_stands_beside_a_tag_is_one_token_with_a_part_of_it(encode):
     beside = [">The", ">(", ">[", ".</", '"</', "]</", "。</", *(f">{letter}" for letter in "ABCDEFGHIJ")]
     assert [len(encode(text)) for text in beside] == [1] * len(beside)
-
-
-def test_ids_are_those_of_merging_by_rank(encode):
-    texts = [
-        "What's in the picture? It'LL be 12,345.67 km... (I'm sure!)",
-        "line\r\nline\n\n\n  indented\t\ttabs   \n",
-        "红伞在第 12.5 秒出现。<answer>红伞</answer>",
-        "🙂🙃 e\u0301 \u00e9 ﬁ Ωμέγα עברית العربية हिन्दी ไทย \ufffd",
-        '{"name": "crop_video", "arguments": {"start_time": 0.5, "end_time": 16}}',
-    ]
-    rng = np.random.default_rng(0)
-    for _ in range(100):  # any characters that are neither surrogates nor unassigned planes
-        points = rng.integers(1, 0xD7FF, 12)
-        texts.append("".join(map(chr, points)))
-    for text in texts:
-        assert encode(text) == qwen.encode_plainly(text), text
 
 
 # ------------------------------------------------------------------------------------------------ structure

@@ -53,21 +53,26 @@ class Pieces:
         return list(zip([0, *ends], ends))
 
 
+def of_family(model_type: str, mrope_section: list[int], head_dim: int) -> tuple[dict, dict]:
+    """Return the settings of the text model and of the tower that only this family has."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": mrope_section}
+    if model_type == "qwen3_vl":
+        # With one level of DeepStack, as in the toy, a wrong order would go unnoticed.
+        tower = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+        return {"head_dim": head_dim, "rope_parameters": rope | {"mrope_interleaved": True}}, tower
+    return {"rope_parameters": rope}, {"window_size": 56, "fullatt_block_indexes": [1]}  # windows of 2 x 2 tokens
+
+
 def write(
     path: Path, tied: bool = True, seed: int = 0, text: dict | None = None, vision: dict | None = None,
     model_type: str = "qwen3_vl",
 ) -> Path:  # fmt: skip
     """Write a checkpoint of random weights that are large enough to make attention far from uniform."""
-    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
-    sizes = {"vocab_size": VOCABULARY, "intermediate_size": 96, "num_hidden_layers": 3}
+    own_text, own_tower = of_family(model_type, [4, 2, 2], head_dim=16)
+    sizes = {"vocab_size": VOCABULARY, "intermediate_size": 96, "num_hidden_layers": 3} | own_text
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
-    tower = {"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
-    if model_type == "qwen3_vl":
-        sizes |= {"hidden_size": 48, "head_dim": 16, "rope_parameters": rope | {"mrope_interleaved": True}}
-        tower |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
-    else:
-        sizes |= {"hidden_size": 64, "rope_parameters": rope}
-        tower |= {"window_size": 56, "fullatt_block_indexes": [1]}  # windows of 2 x 2 tokens
+    sizes |= {"hidden_size": 48 if model_type == "qwen3_vl" else 64}
+    tower = {"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2} | own_tower
     sizes |= {"tie_word_embeddings": tied} | (text or {})
     tower |= {"out_hidden_size": sizes["hidden_size"]} | (vision or {})
     model = random_model(model_type, sizes, tower, TOKENS, seed)
@@ -115,17 +120,11 @@ def build_with(
     vision: dict | None = None, **sizes,
 ) -> Path:  # fmt: skip
     """Write a checkpoint for this tokenizer."""
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]}
+    own_text, own_tower = of_family(model_type, [6, 5, 5], head_dim=32)
     text = {"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
-    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192} | own_text
     tower = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": contract.patch}
-    if model_type == "qwen3_vl":
-        text |= {"head_dim": 32, "rope_parameters": rope | {"mrope_interleaved": True}}
-        # With one level of DeepStack, as in the toy, a wrong order would go unnoticed.
-        tower |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
-    else:
-        text |= {"rope_parameters": rope}
-        tower |= {"window_size": 56, "fullatt_block_indexes": [1]}  # windows of 2 x 2 tokens
+    tower |= own_tower
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in toy.ADDED}
     text |= {
         "tie_word_embeddings": True,
