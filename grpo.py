@@ -264,13 +264,12 @@ def micro_batch_losses(
     """Return the loss of each sampled token of a micro-batch, [N], and statistics, each [N]."""
     # Run policy and reference at the sampling temperature. A frozen vision tower runs once for both.
     bundles = [group.bundle for group in micro]
-    features = policy.vision_features(bundles) if policy.vision_frozen else None
-    output = policy(bundles, temperature, features)
+    output = policy(bundles, temperature)
     logprobs = output.logprobs  # [N]
     ref_logprobs = None
     if reference is not None:
         with torch.no_grad():
-            ref_logprobs = reference(bundles, temperature, features).logprobs  # [N]
+            ref_logprobs = reference(bundles, temperature, output.features).logprobs  # [N]
 
     # A rank without groups still takes part in every collective, with N = 0.
     none = np.zeros(0, np.float32)

@@ -5,7 +5,7 @@
     (-(output.logprobs * advantages).sum() / tokens_of_all_ranks).backward()
 
     pack_bundles      bundles -> one flat sequence, in which a group's prompt appears once (packing.py)
-    encode_frames     -> frames' features [1 + D, M, H]; a frozen vision tower runs once for all passes
+    encode_frames     -> frames' features [1 + D, M, H]; the reference takes those of a frozen vision tower from the policy
     run_text_model    -> hidden states [L, H], with attention that keeps suffixes apart
     _ChunkedLogprobs  -> log-probs [N]; logits exist for one chunk of target tokens at a time, even in the backward pass
 
@@ -78,6 +78,7 @@ class PolicyOutput(NamedTuple):
 
     logprobs: Tensor  # fp32 [N]
     entropies: Tensor  # fp32 [N], of the masked softmax; a metric, without gradient
+    features: Tensor | None = None  # [1 + D, M, H] of a frozen tower, for the reference's pass over the same bundles
 
 
 class Policy(nn.Module):
@@ -104,14 +105,11 @@ class Policy(nn.Module):
     def device(self) -> torch.device:
         return self.text.norm.weight.device
 
-    def vision_features(self, bundles: Sequence[Bundle]) -> list[Tensor]:
-        """Run the vision tower: return the features [1 + D, M, H] of each bundle, for `forward`. Only for a frozen tower."""
-        return [self._run_tower(bundle.clips) for bundle in bundles]
-
     def forward(
-        self, bundles: Sequence[Bundle], temperature: float = 1.0, features: Sequence[Tensor] | None = None
+        self, bundles: Sequence[Bundle], temperature: float = 1.0, features: Tensor | None = None
     ) -> PolicyOutput:
-        """Score every token whose mask is 1, given the tokens before it: log softmax(logits / temperature)."""
+        """Score every token whose mask is 1, given the tokens before it: log softmax(logits / temperature).
+        `features`: from the output of another policy with the same frozen tower."""
         # pack the bundles into one sequence, each prompt once
         packed = pack_bundles(bundles, self.model.config.image_token_id, self.patch * self.merge)
         forbidden = set(self.never_sampled) & set(packed.targets.tolist())
@@ -120,41 +118,42 @@ class Policy(nn.Module):
         predictors = torch.from_numpy(packed.predictors).to(self.device)  # [N]
         targets = torch.from_numpy(packed.targets).to(self.device)  # [N]
 
-        # run the vision tower, unless the caller passes its features
+        # run the vision tower, unless another policy did
         if features is None:
-            visual = self._run_tower([clip for bundle in bundles for clip in bundle.clips])  # [1 + D, M, H]
-        else:
-            visual = torch.cat([self._run_tower([]), *features], dim=1)  # [1 + D, 0, H] first: there may be no bundle
+            features = self.run_tower(bundles)  # [1 + D, M, H]
 
         # run the text model, and keep the hidden states that predict a target
-        hidden = run_text_model(self.model, packed, visual, self.kernel, use_cache=False)[predictors]  # [N, H]
+        hidden = run_text_model(self.model, packed, features, self.kernel, use_cache=False)[predictors]  # [N, H]
 
         # score chunk by chunk
         head = self.model.lm_head.weight
-        chunk = self.cfg.logit_chunk
-        return PolicyOutput(*_ChunkedLogprobs.apply(hidden, head, targets, self._logits, temperature, chunk))
+        logprobs, entropies = _ChunkedLogprobs.apply(
+            hidden, head, targets, temperature, self.never_sampled, self.cfg.logit_chunk
+        )
+        return PolicyOutput(logprobs, entropies, features if self.vision_frozen else None)
 
-    def _run_tower(self, clips: Sequence[Clip]) -> Tensor:
-        """Return [1 + D, M, H]: the embeddings that replace the frames' pads, then the D DeepStack levels."""
-        nothing = not any(len(clip.pixels) for clip in clips)
-        if nothing and self.vision_frozen:
-            levels = count_levels(self.vision)
-            return torch.zeros(levels, 0, self.text.config.hidden_size, dtype=self.dtype, device=self.device)
-        if nothing:
-            # Every rank must run the tower in every pass. Show it a blank frame and use no row of it: zero gradients.
-            side = self.patch * self.merge
-            clips = [Clip(np.zeros((1, side, side, 3), np.uint8), (0.0,))]
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.vision_frozen):
-            visual = encode_frames(self.vision, clips, self.patch, self.merge, self.kernel)
-        return visual[:, :0] if nothing else visual
+    def run_tower(self, bundles: Sequence[Bundle]) -> Tensor:
+        """Return the features [1 + D, M, H] of all frames of the bundles, in order."""
+        if self.vision_frozen:
+            return self._run_frozen_tower(bundles)
+        clips = [clip for bundle in bundles for clip in bundle.clips]
+        if any(map(len, clips)):
+            return encode_frames(self.vision, clips, self.patch, self.merge, self.kernel)
+        # Its blocks are sharded, so every rank must run it in every pass. Without frames, show it a blank one and use no row
+        # of it: zero gradients.
+        side = self.patch * self.merge
+        blank = Clip(np.zeros((1, side, side, 3), np.uint8), (0.0,))
+        return encode_frames(self.vision, [blank], self.patch, self.merge, self.kernel)[:, :0]
 
-    def _logits(self, hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
-        """Return the logits of one chunk, divided by the temperature: [n, H], [V, H] -> fp32 [n, V]."""
-        logits = matmul_fp32(hidden, head.t())  # [n, V]
-        logits /= temperature
-        # The engine bans these ids, so mask them here as well. Not with -inf: the entropy would have 0 * inf, a nan.
-        logits[:, self.never_sampled] = torch.finfo(torch.float32).min
-        return logits
+    @torch.no_grad()
+    def _run_frozen_tower(self, bundles: Sequence[Bundle]) -> Tensor:
+        """Encode one bundle after another, which bounds the memory. Each rank has all of the tower, so none waits."""
+        size = (count_levels(self.vision), 0, self.text.config.hidden_size)
+        features = [torch.zeros(size, dtype=self.dtype, device=self.device)]  # there may be no frames
+        for bundle in bundles:
+            if any(map(len, bundle.clips)):
+                features.append(encode_frames(self.vision, bundle.clips, self.patch, self.merge, self.kernel))
+        return torch.cat(features, dim=1)
 
 
 # ------------------------------------------------------------------------------------------------ the vision tower
@@ -163,8 +162,9 @@ class Policy(nn.Module):
 def prepare_tower(vision: nn.Module) -> None:
     """Give the vision tower our attention, and embed its flattened patches with a matrix product, since Conv3d is several
     times slower."""
-    # transformers passes the frames' ends to functions whose name contains "flash", and calls others once per frame. Set
-    # the name after construction: a constructor that reads "flash" looks for the flash-attn package.
+    # transformers (`is_flash_attention_requested` in Qwen3VLVisionAttention.forward) passes the frames' ends to functions whose
+    # name contains "flash", and calls others once per frame. Set the name after construction: a constructor that reads "flash"
+    # looks for the flash-attn package.
     AttentionInterface.register("frames_flash", frames_flash_attention)
     vision.config._attn_implementation = "frames_flash"
     embed = vision.patch_embed
@@ -330,21 +330,32 @@ def matmul_fp32(left: Tensor, right: Tensor) -> Tensor:
     return left.float() @ right.float()
 
 
+def compute_logits(hidden: Tensor, head: Tensor, temperature: float, never_sampled: list[int]) -> Tensor:
+    """Return the logits of one chunk, divided by the temperature: [n, H], [V, H] -> fp32 [n, V]."""
+    logits = matmul_fp32(hidden, head.t())  # [n, V]
+    logits /= temperature
+    # The engine bans these ids, so mask them here as well. Not with -inf: the entropy would have 0 * inf, a nan.
+    logits[:, never_sampled] = torch.finfo(torch.float32).min
+    return logits
+
+
 class _ChunkedLogprobs(torch.autograd.Function):
     """Computes log-probs and entropies chunk by chunk, so that logits exist for one chunk at a time. The backward pass computes
     them again.
 
-    Logits and the head's gradient are fp32 even if everything else is bf16. (With torch's checkpointing, autograd would sum the head's
-    gradient over the chunks in bf16. A chunk's gradient is small beside that sum, and bf16 would round it away.)"""
+    Entropies have no gradient: they are only logged. Logits and the head's gradient are fp32 even if everything else is bf16.
+    (With torch's checkpointing, autograd would sum the head's gradient over the chunks in bf16. A chunk's gradient is small
+    beside that sum, and bf16 would round it away.)"""
 
     @staticmethod
-    def forward(ctx, hidden, head, targets, logits_of, temperature, chunk):
+    def forward(ctx, hidden, head, targets, temperature, never_sampled, chunk):
         ctx.save_for_backward(hidden, head, targets)
-        ctx.logits_of, ctx.temperature, ctx.chunk = logits_of, temperature, chunk
+        ctx.temperature, ctx.never_sampled, ctx.chunk = temperature, never_sampled, chunk
         logprobs, entropies = [], []
         # Without targets, `split` returns one empty chunk, so the head is still part of the graph.
         for h, t in zip(hidden.split(chunk), targets.split(chunk)):
-            chunk_logprobs, chunk_entropies = _logprobs_and_entropies(logits_of(h, head, temperature), t)
+            logits = compute_logits(h, head, temperature, never_sampled)
+            chunk_logprobs, chunk_entropies = _logprobs_and_entropies(logits, t)
             logprobs.append(chunk_logprobs)
             entropies.append(chunk_entropies)
         logprobs, entropies = torch.cat(logprobs), torch.cat(entropies)
@@ -358,7 +369,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         head_grad = torch.zeros_like(head, dtype=torch.float32)
         chunks = list(zip(hidden.split(ctx.chunk), targets.split(ctx.chunk), grad.split(ctx.chunk)))
         for h, t, g in reversed(chunks):  # in autograd's order
-            logits = ctx.logits_of(h, head, ctx.temperature)
+            logits = compute_logits(h, head, ctx.temperature, ctx.never_sampled)
             logits_grad = _logits_grad(logits, t, g, ctx.temperature).to(head.dtype)  # [n, V]
             hidden_grads.append(logits_grad @ head)
             # Add block by block: the product of all rows would be a second head in fp32.

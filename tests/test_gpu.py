@@ -122,10 +122,9 @@ def train(path: Path, folder: Path) -> None:
     def step(number: int) -> float:
         total = 0.0
         for part in parts:
-            features = policy.vision_features(part)
+            logprobs, _, features = policy(part)
             with torch.no_grad():
                 kept = reference(part, 1.0, features).logprobs
-            logprobs = policy(part, 1.0, features).logprobs
             loss = ((logprobs - kept).square() - logprobs).mean()  # a pull towards the reference, and a reward
             loss.backward()
             total += loss.item()
@@ -274,7 +273,7 @@ def test_the_vision_tower_looks_at_many_frames_at_once(tmp_path, frames):
     bundle = draw_group(policy.model.config, count, side, [1])
     for _ in range(3):
         began = time.perf_counter()
-        [seen] = policy.vision_features([bundle])
+        seen = policy.run_tower([bundle])
         if GPU:
             torch.cuda.synchronize()
         milliseconds = 1e3 * (time.perf_counter() - began)
