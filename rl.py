@@ -200,7 +200,6 @@ def train(
         sampler.wait_until_idle()
         clock.lap("wait")
         sync.publish(step + 1)
-        sync.remove(step)
         clock.lap("publish")
 
         # Evaluate, and gather what this step measured.
@@ -305,7 +304,7 @@ def open_sampler(cfg: RLConfig, source: Path, renderer: Renderer) -> Iterator[tu
     with snapshot_folders(cfg.run, source, image_bytes) as (snapshots, frames):
         engine = open_engine(source, renderer, cfg.rollout, Path(cfg.run) / "logs", frames)
         with Videos(cfg.workers) as videos, contextlib.closing(Sampler(cfg, engine, renderer, videos)) as sampler:
-            yield sampler, WeightSync(snapshots, engine, cfg.rollout, cfg.visual)
+            yield sampler, WeightSync(snapshots, engine, cfg.rollout)
 
 
 # ------------------------------------------------------------------------------------------------ evaluation

@@ -3,6 +3,7 @@
     source = find_checkpoint("Qwen/Qwen3-VL-8B-Instruct")     # a folder, or a name on the hub
     policy = load_policy(PolicyConfig(str(source)), renderer.never_sampled)
     export(policy, run / "model", contract)                   # the result of a run, for plain transformers and SGLang
+    write_weights(policy, snapshot)                           # its weights alone, for the engine
 
     save_state(run / "state", policy, optimizer, step)        # everything that training needs to resume
     step = load_state(run / "state", policy, optimizer)       # 0 at the start of a run
@@ -222,28 +223,17 @@ def refuse_not_finite(weights: dict[str, Tensor], where: str) -> None:
         raise ConfigError(f"{where}: weights are not finite, such as {broken[0]}; {fix}")
 
 
-# ------------------------------------------------------------------------------------------------ exports
-
-NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+# ------------------------------------------------------------------------------------------------ writing
 
 
-def export(policy: Policy, folder: str | Path, contract: VisualContract) -> None:
-    """Write the policy as a Hugging Face checkpoint: its weights in the dtype of computation, and copies of the other files of
-    the checkpoint that it started from. Replace an existing folder. Each rank writes one file."""
-    folder = Path(folder)
-    unfinished = folder.with_name(folder.name + ".tmp")
+def write_weights(policy: Policy, folder: Path) -> None:
+    """Write the weights into a new folder, in the dtype of computation. Each rank writes one safetensors file."""
     n = world_size()
 
     # Give the weights their published names. A tied head is listed once, as transformers stores it.
     published = published_names(policy.model)
     weights = {published[name]: weight for name, weight in policy.model.named_parameters()}
     refuse_not_finite(weights, f"{folder} is not written")
-
-    # Make an empty folder.
-    if rank() == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    barrier()
 
     # Deal the weights into one file per rank: the largest remaining weight goes into the smallest file.
     files = ["model.safetensors"]
@@ -255,6 +245,15 @@ def export(policy: Policy, folder: str | Path, contract: VisualContract) -> None
         writer_of[name] = sizes.index(min(sizes))
         sizes[writer_of[name]] += weights[name].numel()
 
+    # Make the folder. With several files, an index says which weight is where.
+    if rank() == 0:
+        folder.mkdir(parents=True)
+        if n > 1:
+            file_of = {name: files[writer] for name, writer in writer_of.items()}
+            index = {"metadata": {"total_size": policy.dtype.itemsize * sum(sizes)}, "weight_map": file_of}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    barrier()
+
     # All ranks gather each weight. Its writer copies it to the host at once, so a GPU holds one gathered weight.
     on_host = {}
     for name, weight in weights.items():
@@ -263,16 +262,25 @@ def export(policy: Policy, folder: str | Path, contract: VisualContract) -> None
             weight = weight.full_tensor()
         if writer_of[name] == rank():
             on_host[name] = weight.cpu().contiguous()
-    save_file(on_host, unfinished / files[rank()], metadata={"format": "pt"})
+    file = folder / files[rank()]
+    save_file(on_host, file, metadata={"format": "pt"})
+    file.chmod(folder.stat().st_mode & 0o666)  # safetensors makes it readable only for its owner
     barrier()
 
-    # Add the other files, and replace the folder.
+
+# Endings of weight files that an export does not copy.
+NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
+
+
+def export(policy: Policy, folder: str | Path, contract: VisualContract) -> None:
+    """Write the policy as a Hugging Face checkpoint: its weights, and copies of the other files of the checkpoint that it started
+    from. Replace an existing folder."""
+    folder = Path(folder)
+    unfinished = folder.with_name(folder.name + ".tmp")
     if rank() == 0:
-        if n > 1:
-            total = policy.dtype.itemsize * sum(weight.numel() for weight in weights.values())
-            file_of = {name: files[writer] for name, writer in writer_of.items()}
-            index = {"metadata": {"total_size": total}, "weight_map": file_of}
-            (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+        shutil.rmtree(unfinished, ignore_errors=True)
+    write_weights(policy, unfinished)
+    if rank() == 0:
         _copy_other_files(find_checkpoint(policy.cfg.checkpoint, weights=False), unfinished, policy.dtype)
         contract.save(unfinished)
         write_chat_template(unfinished)
@@ -283,14 +291,12 @@ def export(policy: Policy, folder: str | Path, contract: VisualContract) -> None
 def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype) -> None:
     """Copy what is neither weights nor their index. config.json names the dtype of the exported weights."""
     for path in source.iterdir():
-        if path.is_file() and path.suffix not in NOT_COPIED and not path.name.endswith(".index.json"):
+        if path.is_file() and not path.name.endswith(NOT_COPIED):
             shutil.copyfile(path, folder / path.name)
     config = json.loads((folder / "config.json").read_text())
     for part in (config, config.get("text_config", {}), config.get("vision_config", {})):
         part["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    for path in folder.glob("*.safetensors"):  # safetensors makes them readable only for the owner
-        shutil.copymode(folder / "config.json", path)
 
 
 def _replace(folder: Path, unfinished: Path) -> None:

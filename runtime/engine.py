@@ -49,7 +49,7 @@ class EngineConfig:
     """SGLang servers that run on this machine, to use instead of `server_gpus`. If the vision tower trains, start them with
     SGLANG_VLM_CACHE_SIZE_MB=0: their cache of image embeddings survives a weight update."""
     server_args: tuple[str, ...] = ()
-    """Extra flags for `sglang.launch_server`, after those of `runtime.servers.server_flags`."""
+    """Extra flags for `sglang.launch_server`, after those of `runtime.open_engine.server_flags`."""
     max_context: int = 32_768
     """Longest trajectory, in tokens."""
     max_batch_tokens: int = 131_072

@@ -1,9 +1,16 @@
 """open_engine.py: open the engine of a config, for training, evaluation and study.ask.
 
-engine = open_engine(checkpoint, renderer, cfg.rollout, logs=run / "logs")     # engine.py describes what it can do
+    engine = open_engine(checkpoint, renderer, cfg.rollout, logs=run / "logs")     # engine.py describes what it can do
+
+SGLang's servers start here. They end with this process, even after kill -9.
 """
 
-from dataclasses import replace
+import json
+import os
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -12,8 +19,12 @@ from runtime.api import Api, OpenAI
 from runtime.distributed import gather, local_rank, local_size, rank
 from runtime.engine import Engine, EngineConfig
 from runtime.inprocess import InProcess
+from runtime.processes import start_group
 from runtime.render import Renderer
-from runtime.servers import SGLang
+from runtime.servers import Server, SGLang
+
+# Prefixes of torchrun's and the trainer's environment variables, which the servers must not inherit.
+OF_TRAINER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "TORCH_NCCL", "PET_", "OMP_", "PYTORCH_")  # fmt: skip
 
 
 def open_engine(
@@ -40,14 +51,77 @@ def open_engine(
         if local_rank() == 0:
             if logs and rank() > 0:
                 logs /= f"node-{rank() // local_size()}"
-            engine = SGLang(checkpoint, renderer, cfg, logs, frames)
+            flags = server_flags(cfg)
+            servers = start_servers(cfg, logs, lambda port: server_command(checkpoint, renderer, port, flags))
+            engine = SGLang(servers, renderer, frames)
             engine.wait_until_ready()
         urls_by_rank = gather(engine.urls if engine else None)
         if engine:
             return engine
-        urls = tuple(urls_by_rank[rank() - local_rank()])
+        urls = urls_by_rank[rank() - local_rank()]  # those of this node's first rank
 
     # Connect to servers that already run.
-    engine = SGLang(checkpoint, renderer, replace(cfg, urls=urls), frames=frames)
+    engine = SGLang([Server(url.rstrip("/")) for url in urls], renderer, frames)
     engine.wait_until_ready()
     return engine
+
+
+# ------------------------------------------------------------------------------------------------ starting servers
+
+
+def start_servers(cfg: EngineConfig, logs: Path | None, launch: Callable[[int], list[str]]) -> list[Server]:
+    """Start a server per `tensor_parallel` GPUs, which loads its weights in the background. `launch`: port -> command. `logs`:
+    the folder of their logs; None: a new one in /tmp."""
+    logs = logs or Path(tempfile.mkdtemp(prefix="sglang-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    gpus = cfg.server_gpus
+    print(f"SGLang starts on GPUs {list(gpus)}: up to {SGLang.start_timeout / 60:g} minutes; logs: {logs}", flush=True)
+    servers = []
+    for first in range(0, len(gpus), cfg.tensor_parallel):
+        own = ",".join(map(str, gpus[first : first + cfg.tensor_parallel]))
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            port = probe.getsockname()[1]  # a free one
+        log = logs / f"sglang-gpu{own}.log"
+        with log.open("ab") as file:
+            process = start_group(launch(port), env=_server_environment(own), stdout=file, stderr=file)
+        servers.append(Server(f"http://127.0.0.1:{port}", own, log, process))
+    return servers
+
+
+def _server_environment(gpus: str) -> dict[str, str]:
+    """Return a server's environment: ours, without torchrun's and the trainer's variables, with these GPUs visible."""
+    env = {key: value for key, value in os.environ.items() if not key.startswith(OF_TRAINER)}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:  # our GPU numbers are indices into this list
+        devices = visible.split(",")
+        gpus = ",".join(devices[int(gpu)] for gpu in gpus.split(","))
+    env["CUDA_VISIBLE_DEVICES"] = gpus
+    env |= {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}  # the server sends itself a first request
+    # SGLang keeps cached image embeddings across weight updates. If the vision tower trains, they would be stale.
+    env["SGLANG_VLM_CACHE_SIZE_MB"] = "0"
+    return env
+
+
+def server_command(checkpoint: str | Path, renderer: Renderer, port: int, extra: Sequence[str] = ()) -> list[str]:
+    """Return the command that starts a server which shows the model the same pixels as the trainer."""
+    size = renderer.contract.processor_size()
+    image = {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint), "--host", "127.0.0.1"]
+    return [*command, "--port", str(port), "--mm-process-config", json.dumps({"image": image}), *extra]
+
+
+def server_flags(cfg: EngineConfig) -> list[str]:
+    """Return the flags of every server that we start, in RL and evaluation. On Hopper they select SGLang's
+    well-tested paths over newer ones. The config's `server_args` follow them; the last flag of a name wins."""
+    flags = [
+        f"--context-length={cfg.max_context + 16}",  # with the end of a turn; the default, 262,144 tokens, reserves 2 GB
+        f"--max-running-requests={64 * cfg.tensor_parallel}",  # the default reserves slots for thousands of requests
+        "--enable-fp32-lm-head",  # logits in fp32 as in the trainer; the default rounds them to bf16
+        "--mm-feature-transport=cpu",  # the default, CUDA IPC, takes a pool of 1 GiB for image features
+        "--prefill-decode-interval=0",  # the default runs 22 decoding steps before it prefills the next prompt
+        "--schedule-policy=lpm",  # prompts in the cache go first, so a group's prompt is prefilled once
+    ]
+    # SGLang would decode Qwen3-VL with flashinfer. fa3 is for Hopper: on newer GPUs it fails an assertion.
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(cfg.server_gpus[0]) == (9, 0):
+        flags.append("--attention-backend=fa3")
+    return [*flags, *cfg.server_args, f"--tp-size={cfg.tensor_parallel}"]

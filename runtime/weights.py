@@ -1,10 +1,9 @@
 """weights.py: hand trained weights to the engine.
 
     with snapshot_folders(run, source) as (snapshots, frames):
-        sync = WeightSync(snapshots, engine, cfg.rollout, contract)
+        sync = WeightSync(snapshots, engine, cfg.rollout)
         sync.write(policy, version)     # all ranks write SNAPSHOTS/weights-{version}; the engine may still sample
         sync.publish(version)           # the engine loads it; every later sample carries the version
-        sync.remove(version - 1)
 
 All engines get their weights this way: the servers of each node, and the engine in this process. Snapshots are in memory on one
 node, and in the run's shared folder on several.
@@ -18,39 +17,30 @@ from pathlib import Path
 
 import torch
 
-from runtime.checkpoints import export
-from runtime.distributed import (
-    barrier,
-    gather,
-    local_rank,
-    local_size,
-    own_device,
-    rank,
-    world_size,
-)
+from runtime.checkpoints import write_weights
+from runtime.distributed import barrier, gather, local_rank, local_size, own_device, rank, world_size
 from runtime.engine import Engine, EngineConfig
 from runtime.policy import Policy
 from runtime.processes import MEMORY
-from runtime.visual import VisualContract
 
 
 class WeightSync:
     """The snapshots of one run, and the engine that loads them."""
 
-    def __init__(self, folder: Path, engine: Engine, rollout: EngineConfig, contract: VisualContract):
+    def __init__(self, folder: Path, engine: Engine, rollout: EngineConfig):
         self.folder = folder
         self.engine = engine
-        self.contract = contract
         self.server_gpus = rollout.server_gpus
         # The first rank of a node updates the servers that its ranks share. An in-process engine loads its own weights.
         self.pushes = local_rank() == 0 or not rollout.uses_servers
 
     def write(self, policy: Policy, version: int) -> None:
-        """Write a snapshot. Each rank writes a part of it, while the engine may still sample."""
-        export(policy, self._snapshot(version), self.contract)
+        """Write a snapshot: safetensors, which is all that an engine reads. Each rank writes a part of it, while the engine may
+        still sample."""
+        write_weights(policy, self._snapshot(version))
 
     def publish(self, version: int) -> None:
-        """Make the engine load a snapshot. No rank may sample meanwhile."""
+        """Make the engine load a snapshot, and remove the one before. No rank may sample meanwhile."""
         if own_device().index in self.server_gpus:
             torch.cuda.empty_cache()  # the server on this GPU needs the memory that torch's allocator caches
         if self.pushes:
@@ -60,11 +50,8 @@ class WeightSync:
             barrier()  # wait for the rank that loads the servers
             self.engine.update_weights(self._snapshot(version), version, push=False)
         barrier()  # no rank reads an older snapshot any more
-
-    def remove(self, version: int) -> None:
-        """Delete a snapshot that no server reads any more."""
         if rank() == 0:
-            shutil.rmtree(self._snapshot(version), ignore_errors=True)
+            shutil.rmtree(self._snapshot(version - 1), ignore_errors=True)
 
     def _snapshot(self, version: int) -> Path:
         return self.folder / f"weights-{version}"

@@ -27,9 +27,10 @@ from runtime.checks import require_servers, require_urls
 from runtime.config import ConfigError
 from runtime.engine import EngineConfig, EngineError, EngineLost, Sample
 from runtime.inprocess import InProcess, Request, _Batch, cut_into_batches, sample_tokens
+from runtime.open_engine import open_engine, start_servers
 from runtime.policy import matmul_fp32
 from runtime.processes import MEMORY
-from runtime.servers import MAX_FAILURES, Failure, SGLang
+from runtime.servers import MAX_FAILURES, Failure, Server, SGLang
 from runtime.video import Clip
 from runtime.visual import ContractError
 
@@ -277,17 +278,22 @@ def state_of(url: str) -> dict:
     return requests.get(url + "/model_info").json()
 
 
+def connect(renderer, urls) -> SGLang:
+    """Return a client of servers that run already."""
+    return SGLang([Server(url) for url in urls], renderer)
+
+
 @pytest.fixture
-def serve(checkpoint, renderer):
+def serve(renderer):
     """serve("fault of the first", "fault of the second", **options) -> a client that has started fake servers."""
     clients = []
 
-    def start(*faults: str, start_timeout=20.0, tensor_parallel=1, **options) -> SGLang:
+    def start(*faults: str, start_timeout=20.0, tensor_parallel=1, launch=None) -> SGLang:
         left = iter(faults or [""])
-        options = {"launch": lambda port: fake_server(renderer, port, next(left)), **options}
         gpus = tuple(range(len(faults or [""]) * tensor_parallel))
         cfg = EngineConfig(server_gpus=gpus, tensor_parallel=tensor_parallel)
-        clients.append(SGLang(checkpoint, renderer, cfg, **options))
+        servers = start_servers(cfg, None, launch or (lambda port: fake_server(renderer, port, next(left))))
+        clients.append(SGLang(servers, renderer))
         clients[-1].start_timeout = start_timeout
         clients[-1].wait_until_ready()
         return clients[-1]
@@ -327,7 +333,7 @@ def test_a_clips_files_live_as_long_as_the_clip(serve, renderer):
 
 def test_frames_lie_in_memory_or_where_there_is_room(renderer, monkeypatch, tmp_path):
     def folder_of_frames(**options) -> Path:
-        with contextlib.closing(SGLang("", renderer, EngineConfig(urls=("http://127.0.0.1:9",)), **options)) as client:
+        with contextlib.closing(SGLang([], renderer, **options)) as client:
             return Path(client._frames.folder).parent
 
     assert folder_of_frames() == MEMORY
@@ -415,7 +421,7 @@ def test_the_rollouts_of_a_prompt_are_read_by_one_server_while_it_has_time(serve
 
 def test_servers_without_work_are_drawn(renderer):
     """Past bug: each rank's first prompt went to the first server."""
-    client = SGLang("", renderer, EngineConfig(urls=("http://127.0.0.1:9", "http://127.0.0.1:10")))
+    client = connect(renderer, ("http://127.0.0.1:9", "http://127.0.0.1:10"))
     assert {client._pick_server(client.servers, None) for _ in range(64)} == set(client.servers)
     client.close()
 
@@ -427,10 +433,9 @@ def test_a_server_on_several_gpus_is_told_so_and_named_by_them(renderer, prompts
         told.append(flags[-2:])
         return fake_server(renderer, port)
 
-    monkeypatch.setattr("runtime.servers.server_command", command)
+    monkeypatch.setattr("runtime.open_engine.server_command", command)
     cfg = EngineConfig(server_gpus=(4, 5, 6, 7), server_args=("--a=1",), tensor_parallel=2)
-    client = SGLang("", renderer, cfg, tmp_path / "run" / "logs")
-    client.wait_until_ready()
+    client = open_engine("", renderer, cfg, tmp_path / "run" / "logs")
     assert told == [["--a=1", "--tp-size=2"]] * 2 and len(set(client.urls)) == 2
     assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == {"sglang-gpu4,5.log", "sglang-gpu6,7.log"}
     first, second = client.servers
@@ -559,7 +564,7 @@ def test_a_server_is_left_out_after_three_failures_in_a_row_and_requests_in_flig
 
 def test_a_server_that_hangs_is_left_out_at_once_and_its_owner_kills_it(serve, renderer, prompts, caplog):
     owner = serve("", "")
-    visitor = SGLang("", renderer, EngineConfig(urls=tuple(owner.urls)))
+    visitor = connect(renderer, owner.urls)
     process = owner.servers[0].process
     os.kill(process.pid, signal.SIGSTOP)
     for client, killed in ((visitor, False), (owner, True)):
@@ -594,7 +599,7 @@ def test_a_server_that_does_not_take_the_weights_is_left_out(serve, prompts, tmp
 def test_weights_of_another_run_are_replaced_even_under_the_same_number(serve, prompts, renderer, tmp_path):
     """Past bug: a new run on an old run's server began with the old run's weights."""
     first = serve()
-    second, other_rank = (SGLang("", renderer, EngineConfig(urls=tuple(first.urls))) for _ in range(2))
+    second, other_rank = connect(renderer, first.urls), connect(renderer, first.urls)
     for loads, client in ((1, first), (2, second)):
         client.update_weights(tmp_path, 3)
         assert state_of(first.urls[0])["loads"] == loads
@@ -613,7 +618,7 @@ def test_a_reply_that_does_not_fit_is_a_failure_of_the_server(renderer):
     broken = [{"meta_info": {}}, {"prompt_token_ids": None}, {"meta_info": META | {"finish_reason": None}}]
     for logprobs in ([[None, 5, None]], [[-1.0, 5]]):
         broken.append({"meta_info": META | {"output_token_logprobs": logprobs}})
-    with contextlib.closing(SGLang("", renderer, EngineConfig(urls=("http://127.0.0.1:9",)))) as client:
+    with contextlib.closing(SGLang([], renderer)) as client:
         client.snapshot = "somewhere"
         assert client._read_sample(good, [1, 2], 0) == Sample([5], [-1.0], "stop", 0)
         with pytest.raises(Failure, match="sampled by weights '0', expected 1"):

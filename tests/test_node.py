@@ -14,7 +14,7 @@ from scripts import REPO, Forked, fake_server, finish, metrics
 
 import rl
 import sft
-from runtime import servers
+from runtime import open_engine
 from runtime.render import Renderer, load_tokenizer
 from runtime.script import command_line, run_script
 from runtime.visual import VisualContract
@@ -33,7 +33,7 @@ def test_it_shows_the_figures_of_a_step_in_their_order():
 def train_beside_stand_ins(toy: Path) -> None:
     """Run paragrpo_8b.yaml: a server is killed after the first step, and Ctrl-C pressed after the second."""
     renderer = Renderer(load_tokenizer("runs/sft_8b/model"), VisualContract(frame_pixels=1024))
-    servers.server_command = lambda checkpoint, _, port, extra=(): fake_server(renderer, port)
+    open_engine.server_command = lambda checkpoint, _, port, extra=(): fake_server(renderer, port)
     rl.require_servers = lambda *_: None
     rl.GAP_LIMIT = 100  # the stand-ins' log-probs are no model's
     publish = WeightSync.publish

@@ -12,7 +12,7 @@ import requests
 from scripts import Forked, fake_server, finish, rl_config
 
 import rl
-from runtime import checks, config, servers, weights
+from runtime import checks, config, open_engine, weights
 from runtime.dataset import DataConfig, Source
 from runtime.policy import PolicyConfig
 from runtime.run import RunConfig
@@ -37,7 +37,7 @@ def train_rl(cfg: Path) -> None:
     weights.MEMORY.mkdir(exist_ok=True)
     rl.require_servers = lambda *_: None
     rl.IMAGE_BYTES = 0  # a test's disk can be small
-    servers.server_command = lambda checkpoint, renderer, port, extra: fake_server(renderer, port)
+    open_engine.server_command = lambda checkpoint, renderer, port, extra: fake_server(renderer, port)
     publish = WeightSync.publish
 
     def publish_and_ask(sync, version):

@@ -13,9 +13,9 @@ from rl import RLConfig
 from runtime import config
 from runtime.config import differences
 from runtime.engine import EngineConfig
+from runtime.open_engine import server_flags
 from runtime.plan import PlanConfig
 from runtime.script import dry_run
-from runtime.servers import server_flags
 
 
 @pytest.mark.parametrize(

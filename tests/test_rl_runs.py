@@ -38,7 +38,7 @@ import sft
 from data import parse_task
 from rl import RLConfig
 from rollout import derive_seed
-from runtime import config, servers
+from runtime import config, open_engine
 from runtime.dataset import Dataset
 from runtime.distributed import rank
 from runtime.engine import EngineError
@@ -211,7 +211,7 @@ def train_beside_servers(cfg: Path, signals: tuple[int, int]) -> None:
     rl.GAP_LIMIT = 100  # the stand-ins' log-probs are not a model's
     SGLang.request_timeout = 300.0 if all(signals) else 2.0
     rl.require_servers = lambda *_: None
-    servers.server_command = lambda checkpoint, renderer, port, extra: fake_server(renderer, port)
+    open_engine.server_command = lambda checkpoint, renderer, port, extra: fake_server(renderer, port)
     generate, calls = SGLang.generate, itertools.count(1)
 
     def disturbed(engine, *given, **more):

@@ -237,13 +237,13 @@ def test_a_mistake_on_all_ranks_is_an_error_line(toy_dir, tmp_path, anew):
 BESIDE_A_SERVER = """
 import sys
 import rl
-from runtime import config, servers
+from runtime import config, open_engine
 from runtime.script import run_script
 from scripts import fake_server
 
 rl.GAP_LIMIT = 100  # the stand-in's log-probs are not a model's
 rl.require_servers = lambda *_: None
-servers.server_command = lambda checkpoint, renderer, port, extra: fake_server(renderer, port)
+open_engine.server_command = lambda checkpoint, renderer, port, extra: fake_server(renderer, port)
 run_script(rl.main, config.load(rl.RLConfig, sys.argv[1]))
 """
 

@@ -24,8 +24,9 @@ from rollout import AgentContext, RolloutConfig, SubagentConfig, rollout
 from runtime import config
 from runtime.checkpoints import export, load_policy
 from runtime.engine import EngineConfig, EngineError
+from runtime.open_engine import server_command, server_flags, start_servers
 from runtime.policy import PolicyConfig
-from runtime.servers import SGLang, server_command, server_flags
+from runtime.servers import SGLang
 from runtime.visual import ContractError
 
 HERE = Path(__file__).resolve().parent
@@ -41,7 +42,7 @@ def other(tmp_path_factory):
     return tiny.build(tmp_path_factory.mktemp("other"), seed=1, initializer_range=0.1)
 
 
-def serve(checkpoint, renderer, gpus=(0,), client=SGLang) -> SGLang:
+def serve(checkpoint, renderer, gpus=(0,)) -> SGLang:
     cfg = EngineConfig(server_gpus=gpus, max_context=4096)
 
     def launch(port: int) -> list[str]:
@@ -50,7 +51,7 @@ def serve(checkpoint, renderer, gpus=(0,), client=SGLang) -> SGLang:
         flags = command[command.index("--port") + 2 :]
         return ["bash", str(HERE / "sglang_cpu/serve.sh"), str(VENV), str(checkpoint), str(port), *flags]
 
-    client = client(checkpoint, renderer, cfg, launch=launch)
+    client = SGLang(start_servers(cfg, None, launch), renderer)
     client.wait_until_ready()
     return client
 
