@@ -36,7 +36,6 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -185,16 +184,20 @@ def _read_weights(model: nn.Module, path: Path) -> None:
                 stored = tensors.get_slice(stored_name)
                 if stored.get_shape() != list(parameter.shape):  # slicing would hide surplus rows
                     raise ConfigError(f"{file}: {name} is {stored.get_shape()}, in config.json {list(parameter.shape)}")
-                start = 0
-                if isinstance(parameter, DTensor):  # FSDP2 gives rank r the r-th of equal chunks of rows
-                    mesh = parameter.device_mesh["ranks"]  # of one node
-                    rows = math.ceil(len(parameter) / mesh.size())
-                    start = mesh.get_local_rank() * rows
-                    parameter = parameter.to_local()
-                if len(parameter):
-                    parameter.copy_(stored[start : start + len(parameter)])
+                own, start = _own_rows(parameter)
+                if len(own):
+                    own.copy_(stored[start : start + len(own)])
     if missing:
         raise ConfigError(f"{path} lacks {len(missing)} weights: {', '.join(sorted(missing)[:3])} ...")
+
+
+def _own_rows(parameter: Tensor) -> tuple[Tensor, int]:
+    """Return the rows of a parameter that this rank holds, and the index of the first."""
+    if not isinstance(parameter, DTensor):
+        return parameter, 0
+    mesh = parameter.device_mesh["ranks"]  # of one node
+    rows = math.ceil(len(parameter) / mesh.size())  # FSDP2 gives rank r the r-th of equal chunks of rows
+    return parameter.to_local(), mesh.get_local_rank() * rows
 
 
 def published_names(model: PreTrainedModel) -> dict[str, str]:
@@ -340,12 +343,7 @@ def load_state(folder: str | Path, policy: nn.Module, optimizer: Optimizer) -> i
     states = _states(Path(folder))
     if not states:
         return 0
-    try:
-        dcp.load(_state(policy, optimizer), checkpoint_id=states[-1], **_group())
-    except (Exception, CheckpointException) as error:  # unpickling a damaged file can raise anything
-        cause = f"{type(error).__name__}: {error}".splitlines()[-1]  # of a rank's traceback: its last line
-        then = f"resume from {states[-2].name}" if states[1:] else "start again"
-        raise ConfigError(f"{states[-1]} cannot be read ({cause}); if it is damaged, delete it to {then}") from None
+    dcp.load(_state(policy, optimizer), checkpoint_id=states[-1], **_group())
     return saved_step(folder)
 
 

@@ -14,9 +14,40 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from runtime.video import Clip
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sampled turn."""
+
+    ids: list[int]  # the stop token included
+    logprobs: list[float]  # log softmax(masked logits / temperature); at temperature 0 the logits are not divided
+    finish: Literal["stop", "length"]
+    version: int  # version of the weights that sampled it
+
+
+class Engine:  # a method without a body does nothing unless an engine overrides it
+    version: int
+    servers = ()  # SGLang's, those in use
+
+    def generate(
+        self, ids: list[int], clips: Sequence[Clip], *, max_new_tokens: int, temperature: float, seed: int,
+        stop: tuple[int, ...] = (), shared_prefix: int = 0,
+    ) -> Sample:  # fmt: skip
+        """Sample a continuation of `ids` up to an end-of-turn token, a token in `stop` or `max_new_tokens`. Other requests can
+        share the first `shared_prefix` ids (0: none do); the engine prefills those once."""
+
+    def announce(self, change: int) -> None:
+        """Tell the engine that `change` more threads (fewer if negative) are about to call `generate`."""
+
+    def update_weights(self, path: str | Path, version: int, push: bool = True) -> None:
+        """Load the safetensors files of a folder. `push=False`: another rank has loaded them into the servers that the ranks
+        share; expect the new version in their replies."""
+
+    def close(self) -> None: ...
 
 
 class EngineError(RuntimeError):
@@ -27,14 +58,60 @@ class EngineLost(RuntimeError):
     """An engine that can serve nothing any more. The run ends."""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One sampled turn."""
+# ------------------------------------------------------------------------------------------------ many callers
 
-    ids: list[int]  # the stop token included
-    logprobs: list[float]  # log softmax(masked logits / temperature); at temperature 0 the logits are not divided
-    finish: str  # stop | length
-    version: int  # version of the weights that sampled it
+
+def run_all(
+    engine: Engine, jobs: dict[Any, Callable], at_once: int, timeout: float | None = None, nested: bool = False
+) -> dict[Any, Any]:
+    """Run jobs that call the engine, each in a thread, at most `at_once` at a time. Return their results by name. Give up
+    the jobs that have not ended after `timeout` seconds, or when one raises: their threads go on, but nobody waits for them.
+    `nested`: this thread is itself a job of another run_all."""
+    callers = ActiveCallers(engine, jobs, at_once, nested)
+    pool = ThreadPoolExecutor(max(1, min(at_once, len(jobs))), "job")
+    futures: dict[Any, Future] = {}
+    try:  # Ctrl-C can arrive while jobs are submitted, and the pool's threads end only after `shutdown`
+        for name, job in jobs.items():
+            futures[name] = pool.submit(callers.run, name, job)
+        wait(futures.values(), timeout, FIRST_EXCEPTION)
+        return {name: future.result() for name, future in futures.items() if future.done()}
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C or a bug, start no further job
+        callers.remove(jobs)
+
+
+class ActiveCallers:
+    """Tells the engine how many threads can still call it. The in-process engine starts a batch once that many requests wait.
+    If the number is too low, batches depend on timing. If it is too high, the engine waits forever.
+
+    The number is that of the unfinished jobs, within two bounds. A pool of `at_once` threads runs no more jobs at once. A `nested`
+    pool's jobs take the place of the thread that waits for them. With 8 episodes, one of which makes 3 calls, 8 - 1 + 3 = 10
+    threads can call. When the last of the 3 ends, the episode's own thread counts again: 8."""
+
+    def __init__(self, engine: Engine, names: Iterable, at_once: int, nested: bool):
+        self.engine, self.at_least, self.at_most = engine, int(nested), at_once
+        self.unfinished = set(names)
+        self.lock = threading.Lock()
+        engine.announce(self.count() - self.at_least)
+
+    def count(self) -> int:
+        return max(self.at_least, min(len(self.unfinished), self.at_most))
+
+    def remove(self, names: Iterable) -> None:
+        """Stop counting jobs that ended, timed out or were cancelled."""
+        with self.lock:
+            before = self.count()
+            self.unfinished.difference_update(names)
+            self.engine.announce(self.count() - before)
+
+    def run(self, name: Any, job: Callable) -> Any:
+        try:
+            return job()
+        finally:
+            self.remove([name])
+
+
+# ------------------------------------------------------------------------------------------------ settings
 
 
 @dataclass(frozen=True)
@@ -68,73 +145,3 @@ class EngineConfig:
     @property
     def uses_servers(self) -> bool:
         return bool(self.server_gpus or self.urls)
-
-
-class Engine:  # a method without a body does nothing unless an engine overrides it
-    version: int
-    servers = ()  # SGLang's, those in use
-
-    def generate(
-        self, ids: list[int], clips: Sequence[Clip], *, max_new_tokens: int, temperature: float, seed: int,
-        stop: tuple[int, ...] = (), shared_prefix: int = 0,
-    ) -> Sample:  # fmt: skip
-        """Sample a continuation of `ids` up to an end-of-turn token, a token in `stop` or `max_new_tokens`. Other requests can
-        share the first `shared_prefix` ids; the engine prefills those once."""
-
-    def announce(self, change: int) -> None:
-        """Tell the engine that `change` more threads (fewer if negative) are about to call `generate`."""
-
-    def update_weights(self, path: str | Path, version: int, push: bool = True) -> None:
-        """Load the safetensors files of a folder. `push=False`: another rank loads them into the servers that the ranks share."""
-
-    def close(self) -> None: ...
-
-
-class ActiveCallers:
-    """Tells the engine how many threads can still call it. The in-process engine starts a batch once that many requests wait.
-    If the number is too low, batches depend on timing. If it is too high, the engine waits forever.
-
-    The number is that of the unfinished jobs, within two bounds. A pool of `at_once` threads runs no more jobs at once. A `nested`
-    pool's jobs take the place of the thread that waits for them: N jobs add N - 1 callers, and when the last one ends, that
-    thread counts again."""
-
-    def __init__(self, engine: Engine, names: Iterable, at_once: int, nested: bool):
-        self.engine, self.at_least, self.at_most = engine, int(nested), at_once
-        self.unfinished = set(names)
-        self.lock = threading.Lock()
-        engine.announce(self.count() - self.at_least)
-
-    def count(self) -> int:
-        return max(self.at_least, min(len(self.unfinished), self.at_most))
-
-    def remove(self, names: Iterable) -> None:
-        """Stop counting jobs that ended, timed out or were cancelled."""
-        with self.lock:
-            before = self.count()
-            self.unfinished.difference_update(names)
-            self.engine.announce(self.count() - before)
-
-    def run(self, name: Any, job: Callable) -> Any:
-        try:
-            return job()
-        finally:
-            self.remove([name])
-
-
-def run_all(
-    engine: Engine, jobs: dict[Any, Callable], at_once: int, timeout: float | None = None, nested: bool = False
-) -> dict[Any, Any]:
-    """Run jobs that call the engine, each in a thread, at most `at_once` at a time. Return their results by name. Give up
-    the jobs that have not ended after `timeout` seconds, or when one raises: their threads go on, but nobody waits for them.
-    `nested`: this thread is itself a job of another run_all."""
-    callers = ActiveCallers(engine, jobs, at_once, nested)
-    pool = ThreadPoolExecutor(max(1, min(at_once, len(jobs))), "job")
-    futures: dict[Any, Future] = {}
-    try:  # Ctrl-C can arrive while jobs are submitted, and the pool's threads end only after `shutdown`
-        for name, job in jobs.items():
-            futures[name] = pool.submit(callers.run, name, job)
-        wait(futures.values(), timeout, FIRST_EXCEPTION)
-        return {name: future.result() for name, future in futures.items() if future.done()}
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C or a bug, start no further job
-        callers.remove(jobs)

@@ -93,7 +93,7 @@ class InProcess(Engine):
         self._queue: list[Request] = []
         self._announced = 0  # threads that are about to call `generate`; a batch waits for all of them
         self._changed = threading.Condition()  # guards the three above
-        self._weights = threading.Lock()
+        self._weights_lock = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
         self._thread.start()
         atexit.register(self.close)  # a thread inside torch must not outlive the interpreter
@@ -116,14 +116,13 @@ class InProcess(Engine):
             self._changed.notify_all()
 
     def update_weights(self, path: str | Path, version: int, push: bool = True) -> None:
-        ours = {published: name for name, published in published_names(self.model).items()}
-        state = {}
-        for file in sorted(Path(path).glob("*.safetensors")):
-            state |= {ours.get(name, name): weight for name, weight in load_file(file).items()}
-        with self._weights:
-            missing, unknown = self.model.load_state_dict(state, strict=False)
-            if unknown or set(missing) - set(self.model.all_tied_weights_keys):
-                raise EngineError(f"{path} does not fit this model: missing {missing[:3]}, unknown {unknown[:3]}")
+        stored = {}
+        for file in Path(path).glob("*.safetensors"):
+            stored |= load_file(file)
+        names = published_names(self.model)  # a tied head is listed once
+        with self._weights_lock, torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(stored[names[name]])
             self.version = version
 
     def close(self) -> None:
@@ -146,7 +145,7 @@ class InProcess(Engine):
                 try:
                     if closed:
                         raise EngineError("the engine was closed")
-                    with self._weights:
+                    with self._weights_lock:
                         _Batch(self, batch).sample()
                 except Exception as error:  # the waiting threads raise it, even if it is a bug of ours
                     for request in batch:
@@ -171,53 +170,12 @@ def cut_into_batches(requests: Sequence[Request], max_tokens: int) -> list[list[
     return batches
 
 
-def _packed_then_matmul(module, query, key, value, attention_mask, scaling, key_layout: KeyLayout | None = None, **_):
-    """Implement transformers' attention interface: queries [B, heads, tokens, size] -> [B, tokens, heads, size].
-
-    The prefill has a `key_layout`. Decoding has one token per row and uses plain matrix products: on a GPU, SDPA with a mask
-    would compute all scores in fp32, or through cuDNN make a new plan for each number of keys. `attention_mask`
-    [B, 1, 1, keys] marks the real keys."""
-    if key_layout:
-        return key_layout.attend(query, key, value, scaling), None
-    # Query heads that share a key head are adjacent, so one product serves them without a copy of the keys.
-    groups = query.shape[1] // key.shape[1]
-    query = query[:, :, 0].unflatten(1, (-1, groups))  # [B, key heads, groups, size]
-    if key.is_cuda:  # keep bf16 products in fp32 until the softmax, as the trainer's kernel does
-        flat = torch.bmm(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), out_dtype=torch.float32)
-        scores = flat.unflatten(0, query.shape[:2])
-    else:
-        scores = (query @ key.transpose(-1, -2)).float()
-    scores = scores * scaling  # [B, key heads, groups, keys]
-    weights = scores.masked_fill(~attention_mask, -torch.inf).softmax(-1)
-    out = weights.to(value.dtype) @ value  # [B, key heads, groups, size]
-    return out.flatten(1, 2)[:, None], None
-
-
-class _Keys(DynamicLayer):
-    """One block's keys and values: first of the packed prompts, then of one row per request. `keys` and `values` have spare
-    room after `length`, so a new token is written in place. They are copied only when that room is used up."""
-
-    length: int  # keys per row; set when the rows are made
-
-    def update(self, key_states, value_states, *_, **__):
-        if not self.is_initialized:
-            return super().update(key_states, value_states)
-        if self.length == self.keys.shape[2]:
-            room = (0, 0, 0, self.length // 8 + 16)
-            self.keys = F.pad(self.keys, room)
-            self.values = F.pad(self.values, room)
-        self.keys[:, :, self.length] = key_states[:, :, 0]
-        self.values[:, :, self.length] = value_states[:, :, 0]
-        self.length += 1
-        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
-
-
 class _Batch:
     """Requests that are sampled together."""
 
-    def __init__(self, engine: InProcess, requests: list[Request]):
-        self.engine, self.requests = engine, requests
-        self.model, self.renderer = engine.model, engine.renderer
+    def __init__(self, engine: InProcess, requests: Sequence[Request]):
+        self.engine, self.model, self.renderer = engine, engine.model, engine.renderer
+        self.bundles, self.requests = bundle_requests(requests, engine.renderer)
         self.device = self.model.device
         self.cache = Cache(layer_class_to_replicate=_Keys)
 
@@ -255,18 +213,28 @@ class _Batch:
             ).last_hidden_state[:, -1]
         raise EngineError("the engine was closed")
 
+    def _next_tokens(self, hidden: Tensor, rows: list[Request]) -> tuple[list[int], list[float]]:
+        """Sample the next token of each row. Return the tokens and their log-probs."""
+        logits = matmul_fp32(hidden, self.model.lm_head.weight.t())  # [B, V]
+        logits[:, self.renderer.never_sampled] = -torch.inf
+        temperatures = torch.tensor([row.temperature for row in rows], device=self.device)
+        # Each has 24 random bits. In float64, its product with any total therefore stays below the total (see `sample_tokens`).
+        uniforms = [float(row.random.random(dtype=np.float32)) for row in rows]
+        uniforms = torch.tensor(uniforms, dtype=torch.float64, device=self.device)
+        tokens, logprobs = sample_tokens(logits, temperatures, uniforms)
+        return tokens.tolist(), logprobs.tolist()
+
     def _prefill(self) -> tuple[Tensor, Tensor]:
         """Prefill all prompts. Return the hidden states [B, H] that predict each row's first token, and the real keys (True)
         among the rows' keys [B, keys]. The others are padding."""
         contract = self.renderer.contract
 
-        # 1. Pack the prompts into one sequence. From here on, the requests are in the order of that sequence.
-        bundles, self.requests = self._bundles()
-        packed = pack_bundles(bundles, self.renderer.image_pad, contract.cell)
+        # 1. Pack the prompts into one sequence.
+        packed = pack_bundles(self.bundles, self.renderer.image_pad, contract.cell)
 
         # 2. Encode the frames. Short clips share a call of at most `overview_frames` frames, which bounds the memory.
         parts: list[list[Clip]] = []
-        for bundle in bundles:
+        for bundle in self.bundles:
             for clip in bundle.clips:
                 if not parts or sum(map(len, parts[-1])) + len(clip) > contract.overview_frames:
                     parts.append([])
@@ -296,43 +264,33 @@ class _Batch:
             layer.length = longest
         return hidden[places[:, -1]], torch.from_numpy(real).to(self.device)
 
-    def _bundles(self) -> tuple[list[Bundle], list[Request]]:
-        """Return one bundle per prompt, with one suffix per request, and the requests in the order of the suffixes."""
-        by_prompt: dict[tuple, list[Request]] = {}
-        for request in self.requests:
-            by_prompt.setdefault(request.prompt_key, []).append(request)
 
-        bundles = []
-        for requests in by_prompt.values():
-            first = requests[0]
-            length = first.shared_prefix if len(requests) > 1 else 0  # a lone request is one suffix of an empty prompt
-            prompt = first.ids[:length]
-            # Count the clips whose pads are in the prompt. The remaining clips belong to the suffixes.
-            shown = 0
-            pads = prompt.count(self.renderer.image_pad)
-            while pads > 0:
-                count, height, width, _ = first.clips[shown].pixels.shape
-                pads -= count * self.renderer.contract.frame_tokens(width, height)
-                shown += 1
-            bundle = Bundle(prompt, [], [], list(first.clips[:shown]))
-            for request in requests:
-                rest = request.ids[length:]
-                bundle.suffixes.append(rest)
-                bundle.masks.append([0] * len(rest))
-                bundle.clips += request.clips[shown:]
-            bundles.append(bundle)
-        return bundles, [request for requests in by_prompt.values() for request in requests]
+def bundle_requests(requests: Sequence[Request], renderer: Renderer) -> tuple[list[Bundle], list[Request]]:
+    """Return one bundle per prompt, with one suffix per request, and the requests in the order of the suffixes."""
+    by_prompt: dict[tuple, list[Request]] = {}
+    for request in requests:
+        by_prompt.setdefault(request.prompt_key, []).append(request)
 
-    def _next_tokens(self, hidden: Tensor, rows: list[Request]) -> tuple[list[int], list[float]]:
-        """Sample the next token of each row. Return the tokens and their log-probs."""
-        logits = matmul_fp32(hidden, self.model.lm_head.weight.t())  # [B, V]
-        logits[:, self.renderer.never_sampled] = -torch.inf
-        temperatures = torch.tensor([row.temperature for row in rows], device=self.device)
-        # Each has 24 random bits. In float64, its product with any total therefore stays below the total (see `sample_tokens`).
-        uniforms = [float(row.random.random(dtype=np.float32)) for row in rows]
-        uniforms = torch.tensor(uniforms, dtype=torch.float64, device=self.device)
-        tokens, logprobs = sample_tokens(logits, temperatures, uniforms)
-        return tokens.tolist(), logprobs.tolist()
+    bundles = []
+    for sharing in by_prompt.values():
+        first = sharing[0]
+        length = first.shared_prefix if len(sharing) > 1 else 0  # a lone request is one suffix of an empty prompt
+        prompt = first.ids[:length]
+        # Count the clips whose pads are in the prompt. The remaining clips belong to the suffixes.
+        shown = 0
+        pads = prompt.count(renderer.image_pad)
+        while pads > 0:
+            count, height, width, _ = first.clips[shown].pixels.shape
+            pads -= count * renderer.contract.frame_tokens(width, height)
+            shown += 1
+        bundle = Bundle(prompt, [], [], list(first.clips[:shown]))
+        for request in sharing:
+            rest = request.ids[length:]
+            bundle.suffixes.append(rest)
+            bundle.masks.append([0] * len(rest))
+            bundle.clips += request.clips[shown:]
+        bundles.append(bundle)
+    return bundles, [request for sharing in by_prompt.values() for request in sharing]
 
 
 def sample_tokens(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -349,3 +307,47 @@ def sample_tokens(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tup
         tokens = torch.where(temperatures[:, None] > 0, tokens, scaled.argmax(-1, keepdim=True))
     logprobs = scaled.gather(-1, tokens).double() - top - total.log()
     return tokens[:, 0], logprobs[:, 0].float()
+
+
+# ------------------------------------------------------------------------------------------------ keys and attention
+
+
+class _Keys(DynamicLayer):
+    """One block's keys and values: first of the packed prompts, then of one row per request. `keys` and `values` have spare
+    room after `length`, so a new token is written in place. They are copied only when that room is used up."""
+
+    length: int  # keys per row; set when the rows are made
+
+    def update(self, key_states, value_states, *_, **__):
+        if not self.is_initialized:
+            return super().update(key_states, value_states)
+        if self.length == self.keys.shape[2]:
+            room = (0, 0, 0, self.length // 8 + 16)
+            self.keys = F.pad(self.keys, room)
+            self.values = F.pad(self.values, room)
+        self.keys[:, :, self.length] = key_states[:, :, 0]
+        self.values[:, :, self.length] = value_states[:, :, 0]
+        self.length += 1
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+
+def _packed_then_matmul(module, query, key, value, attention_mask, scaling, key_layout: KeyLayout | None = None, **_):
+    """Implement transformers' attention interface: queries [B, heads, tokens, size] -> [B, tokens, heads, size].
+
+    The prefill has a `key_layout`. Decoding has one token per row and uses plain matrix products: on a GPU, SDPA with a mask
+    would compute all scores in fp32, or through cuDNN make a new plan for each number of keys. `attention_mask`
+    [B, 1, 1, keys] marks the real keys."""
+    if key_layout:
+        return key_layout.attend(query, key, value, scaling), None
+    # Query heads that share a key head are adjacent, so one product serves them without a copy of the keys.
+    groups = query.shape[1] // key.shape[1]
+    query = query[:, :, 0].unflatten(1, (-1, groups))  # [B, key heads, groups, size]
+    if key.is_cuda:  # keep bf16 products in fp32 until the softmax, as the trainer's kernel does
+        flat = torch.bmm(query.flatten(0, 1), key.flatten(0, 1).transpose(1, 2), out_dtype=torch.float32)
+        scores = flat.unflatten(0, query.shape[:2])
+    else:
+        scores = (query @ key.transpose(-1, -2)).float()
+    scores = scores * scaling  # [B, key heads, groups, keys]
+    weights = scores.masked_fill(~attention_mask, -torch.inf).softmax(-1)
+    out = weights.to(value.dtype) @ value  # [B, key heads, groups, size]
+    return out.flatten(1, 2)[:, None], None

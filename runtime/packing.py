@@ -115,10 +115,11 @@ def rope_positions(
 
 def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed:
     """Pack bundles into one sequence. `cell`: side in pixels of the square that becomes one visual token."""
-    # Each list begins with an empty piece, so that np.concatenate works even without bundles.
+    if not any(map(len, bundles)):  # every rank must run the model: over one token, without targets
+        bundles = [*bundles, Bundle([0], [], [], [])]
+    ids, positions = [], []
     nothing = np.zeros(0, np.int64)
-    ids, predictors, targets = [nothing], [nothing], [nothing]
-    positions = [np.zeros((3, 0), np.int64)]
+    predictors, targets = [nothing], [nothing]
     segments: list[Segment] = []
     end = 0  # tokens placed so far
     for bundle in bundles:
@@ -158,8 +159,6 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
         if images:
             raise ValueError(f"a bundle has {len(images)} more frames than images among its tokens")
 
-    if end == 0:  # every rank must run the model: without bundles, run it over one token and no targets
-        ids, positions, segments = [np.zeros(1, np.int64)], [np.zeros((3, 1), np.int64)], [Segment(0, 1, 0, 0)]
     return Packed(
         ids=np.concatenate(ids),
         positions=np.concatenate(positions, axis=1),

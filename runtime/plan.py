@@ -116,68 +116,112 @@ def count(module: nn.Module, trained: bool = False) -> int:
     return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
 
 
+# ------------------------------------------------------------------------------------------------ training
+
+FP32, BF16 = 4, 2  # bytes of a number
+
+
 def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, reference: bool = False) -> Plan:
     """Plan one of `gpus` training GPUs, for micro-batches of `tokens`."""
     policy = meta_policy(cfg)
     text = policy.text.config
+    layers, hidden, vocabulary = text.num_hidden_layers, text.hidden_size, text.vocab_size
     trained = count(policy, trained=True)
-    layers = text.num_hidden_layers
+    frozen = count(policy) - trained
+    one_block = count(policy.text.layers[0])
+    outside_blocks = trained - count(policy.text.layers)
 
-    # Weights and optimizer, sharded: weights, gradients and AdamW's two moments in fp32.
-    held = {"weights, gradients, AdamW's two moments: fp32, sharded": 16 * trained / gpus}
-    held["frozen vision tower, bf16, whole"] = 2 * (count(policy) - trained)
+    held, used = {}, {}
+    # trained x (weight + gradient + two moments) / gpus
+    held["weights, gradients, AdamW's two moments: fp32, sharded"] = trained * 4 * FP32 / gpus
+    # frozen x weight, on every GPU
+    held["frozen vision tower, bf16, whole"] = frozen * BF16
     if reference:
-        held["reference policy, bf16, sharded (none if grpo.kl_coef = 0)"] = 2 * trained / gpus
+        # trained x weight / gpus
+        held["reference policy, bf16, sharded (none if grpo.kl_coef = 0)"] = trained * BF16 / gpus
 
-    # Bytes that a block keeps per token for its backward pass (tests/test_plan.py compares them with autograd's):
-    #   16 * hidden        two norms, each: its input in fp32 (4), normalized (2) and scaled (2)
-    #   12 * head size     for each query head and each key head: norm, rotation, and attention's output or the value
-    #    8 * intermediate  the MLP: gate, its activation, up and their product, 2 each
-    heads = text.num_attention_heads + text.num_key_value_heads
-    head_size = policy.text.layers[0].self_attn.head_dim
-    block = 2 * 8 * text.hidden_size + 12 * heads * head_size + 8 * text.intermediate_size
-    # Inputs of blocks: one hidden state in bf16. Without checkpointing, every block keeps all.
-    kept = 2 * text.hidden_size if cfg.activation_checkpointing else block
-    used = {f"inputs of {layers} blocks at {tokens} tokens": kept * layers * tokens}
-    used["embeddings and head, bf16, whole"] = 2 * (trained - count(policy.text.layers))
-    # One block's recomputation. Its weights and the next block's are gathered in bf16, its gradient is in bf16 and in fp32.
-    used["recomputation of one block"] = (2 + 2 + 2 + 4) * count(policy.text.layers[0]) + block * tokens
-    # Logits: a chunk's in fp32 with their exponentials, and the gradient of the head in bf16.
-    logits = 8 * min(cfg.logit_chunk, tokens) * text.vocab_size
-    used["logits of a chunk, gradient of the head"] = logits + 2 * text.vocab_size * text.hidden_size
-    # Overhead, a guess: CUDA, NCCL and cuBLAS hold about 3 GiB outside PyTorch's allocator, and kernels about 1 GiB inside it.
+    # layers x tokens x the hidden state that a block reads. Without checkpointing, every block keeps all that it computes.
+    kept = BF16 * hidden if cfg.activation_checkpointing else kept_by_block(policy)
+    used[f"inputs of {layers} blocks at {tokens} tokens"] = layers * tokens * kept
+    # (trained - blocks) x weight: the root unit stays gathered
+    used["embeddings and head, bf16, whole"] = outside_blocks * BF16
+    # block x (weight + the next block's weight + gradient in bf16 and in fp32) + tokens x what the block keeps
+    used["recomputation of one block"] = one_block * (3 * BF16 + FP32) + tokens * kept_by_block(policy)
+    # chunk x vocabulary x (logit + its exponential) + vocabulary x hidden x gradient of the head
+    logits = min(cfg.logit_chunk, tokens) * vocabulary * 2 * FP32
+    used["logits of a chunk, gradient of the head"] = logits + vocabulary * hidden * BF16
+    # A guess: CUDA, NCCL and cuBLAS hold about 3 GiB outside PyTorch's allocator, and kernels about 1 GiB inside it.
     # On one H200, PyTorch's peak was 15 to 34 % below the planned sum (results/gpu.md).
     used["overhead: CUDA, NCCL, kernels, and 5 % between tensors"] = 4 * GIB + 0.05 * sum((held | used).values())
     return Plan(f"training, each of {gpus} GPUs", held, used)
 
 
+def kept_by_block(policy: Policy) -> int:
+    """Return the bytes that a text block keeps per token for its backward pass. tests/test_plan.py compares them with autograd's."""
+    text = policy.text.config
+    # A norm keeps, per unit: its input in fp32, normalized, scaled.
+    norm = FP32 + 2 * BF16
+    # 2 norms of the hidden state
+    norms = 2 * norm * text.hidden_size
+    # each query head: its norm, rotated, attention's output; each key head: its norm, rotated, the value
+    heads = text.num_attention_heads + text.num_key_value_heads
+    attention = (norm + 2 * BF16) * heads * head_size(policy)
+    # gate, its activation, up, their product
+    mlp = 4 * BF16 * text.intermediate_size
+    return norms + attention + mlp
+
+
+def head_size(policy: Policy) -> int:
+    return policy.text.layers[0].self_attn.head_dim
+
+
+# ------------------------------------------------------------------------------------------------ sampling
+
+
 def plan_rl(cfg) -> list[Plan]:
     """Plan the GPUs of an RLConfig: those that train and, unless they are the same, those that sample."""
     rollout = cfg.rollout
-    policy = meta_policy(cfg.policy)
-    text = policy.text.config
     # The longest micro-batch: a full one, or one episode that fills its context.
     longest = max(cfg.grpo.train_tokens, rollout.max_context)
     training = plan_training(cfg.policy, cfg.plan.gpus, longest, reference=cfg.grpo.kl_coef > 0)
     if rollout.urls:
         return [training]
-
-    # The GPUs of a server share its weights, and each token's keys and values in bf16 in each block.
-    share = rollout.tensor_parallel
-    held = {"weights of the engine, bf16": 2 * count(policy) / share}
-    head_size = policy.text.layers[0].self_attn.head_dim
-    kv = 2 * 2 * text.num_hidden_layers * text.num_key_value_heads * head_size / share
-    if not rollout.server_gpus:
-        used = {"KV cache of a batch, twice while it is read": 2 * kv * rollout.max_batch_tokens}
-    else:
-        # A server's share of the episodes. Each needs room for two full turns, and each group for its prompt once (a frame's
-        # stamp takes 10 more tokens).
-        tasks = math.ceil(cfg.batch_tasks / max(1, world_size() // local_size()))  # tasks per node
-        episodes = min(rollout.concurrency * cfg.plan.gpus, tasks * cfg.grpo.group_size)
-        rows = math.ceil(episodes * share / len(rollout.server_gpus))
-        frame = cfg.visual.frame_tokens(*cfg.visual.frame_size(1280, 720)) + 10
-        tokens = rows * (cfg.visual.overview_frames * frame // cfg.grpo.group_size + 2 * rollout.max_new_tokens)
-        used = {f"KV cache of {tokens} tokens": kv * tokens, "CUDA graphs and activations": 6 * GIB}
+    engine = plan_servers(cfg) if rollout.server_gpus else plan_inprocess(cfg)
     if not rollout.server_gpus or set(rollout.server_gpus) & set(range(cfg.plan.gpus)):
-        return [Plan("training and engine on one GPU", training.held | held, training.used | used)]
-    return [training, Plan(f"engine, each of {len(rollout.server_gpus)} GPUs", held, used)]
+        return [Plan("training and engine on one GPU", training.held | engine.held, training.used | engine.used)]
+    return [training, engine]
+
+
+def plan_inprocess(cfg) -> Plan:
+    """Plan the engine in the trainer's process, of an RLConfig."""
+    policy = meta_policy(cfg.policy)
+    held = {"weights of the engine, bf16": count(policy) * BF16}
+    # A batch's keys are copied when their room is used up.
+    used = {"KV cache of a batch, twice while it is read": 2 * cfg.rollout.max_batch_tokens * keys_per_token(policy)}
+    return Plan("engine", held, used)
+
+
+def plan_servers(cfg) -> Plan:
+    """Plan one GPU of an RLConfig's servers. The GPUs of a server share its weights, and each token's keys and values."""
+    rollout, group_size = cfg.rollout, cfg.grpo.group_size
+    policy = meta_policy(cfg.policy)
+    gpus, per_server = len(rollout.server_gpus), rollout.tensor_parallel
+    # weights / GPUs of a server
+    held = {"weights of the engine, bf16": count(policy) * BF16 / per_server}
+
+    # episodes of this node that run at once / servers
+    tasks = math.ceil(cfg.batch_tasks / max(1, world_size() // local_size()))  # tasks per node
+    episodes = min(rollout.concurrency * cfg.plan.gpus, tasks * group_size)
+    rows = math.ceil(episodes * per_server / gpus)
+    # rows x (a group's prompt / G + two full turns). A frame's stamp takes 10 more tokens.
+    frame = cfg.visual.frame_tokens(*cfg.visual.frame_size(1280, 720)) + 10
+    tokens = rows * (cfg.visual.overview_frames * frame // group_size + 2 * rollout.max_new_tokens)
+    used = {f"KV cache of {tokens} tokens": tokens * keys_per_token(policy) / per_server}
+    used["CUDA graphs and activations"] = 6 * GIB
+    return Plan(f"engine, each of {gpus} GPUs", held, used)
+
+
+def keys_per_token(policy: Policy) -> int:
+    """Return the bytes of a token's keys and values: layers x (key + value) x key heads x head size."""
+    text = policy.text.config
+    return text.num_hidden_layers * 2 * BF16 * text.num_key_value_heads * head_size(policy)

@@ -1,7 +1,7 @@
 """processes.py: start processes that end with this one, even after kill -9, and kill them with all that they started.
 
     server = start_group(command)             # a process that is killed when the thread that started it ends
-    kill_group(server)                        # with its children and its images in memory
+    kill_group(server)                        # with its children
 
 This file imports only the standard library: it also runs as a program of its own, without the installed packages.
 """
@@ -33,12 +33,10 @@ def start_group(command: list[str], **options) -> subprocess.Popen:
 
 
 def kill_group(process: subprocess.Popen) -> None:
-    """Kill a process of `start_group` and its children. Remove the images that SGLang leaves in MEMORY when it is killed."""
+    """Kill a process of `start_group` and its children, except those that have made a group of their own."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    for image in MEMORY.glob(f"sgl_shm_mm_{process.pid}_*"):
-        image.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":  # see start_group

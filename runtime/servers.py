@@ -147,8 +147,7 @@ class SGLang(Engine):
             servers = self.servers
             self.servers = []
         for server in servers:
-            if server.process:
-                kill_group(server.process)
+            kill(server)
         shutil.rmtree(self._frames.folder, ignore_errors=True)
 
     # -------------------------------------------------------------------------------------------- requests
@@ -215,12 +214,19 @@ class SGLang(Engine):
                 return
             self.servers.remove(server)
             log.warning("servers left: %d, because %s", len(self.servers), server_problem(server, problem))
-        if server.process:
-            kill_group(server.process)
+        kill(server)
 
     def _require_servers(self) -> None:
         if not self.servers:
             raise EngineLost("no server is left: the engine was closed, or each failed; the lines above say why")
+
+
+def kill(server: Server) -> None:
+    """Kill a server that we started. Remove the images that SGLang leaves in memory when it is killed."""
+    if server.process:
+        kill_group(server.process)
+        for image in MEMORY.glob(f"sgl_shm_mm_{server.process.pid}_*"):
+            image.unlink(missing_ok=True)
 
 
 def server_problem(server: Server, problem: Exception) -> str:

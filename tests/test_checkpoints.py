@@ -7,7 +7,6 @@ import math
 import multiprocessing
 import os
 import random
-import shutil
 import time
 from functools import partial
 from pathlib import Path
@@ -141,22 +140,6 @@ def test_a_kill_at_any_moment_leaves_a_whole_state(tmp_path):
         if attempt >= 2 and unfinished:
             return
     raise AssertionError("no kill fell into a save: make the states larger")
-
-
-@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
-def test_a_damaged_newest_state_is_told_beside_the_one_before(tmp_path, name):
-    """Past bug: a traceback of two pages, although `keep: 2` had kept a good state."""
-    model, optimizer = small()
-    for step in (2, 4):
-        save_state(tmp_path, model, optimizer, step)
-    file = tmp_path / "step-00000004" / name
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    told = r"/step-00000004 cannot be read \(.+\); if it is damaged, delete it to "
-    with pytest.raises(ConfigError, match=told + "resume from step-00000002$"):
-        load_state(tmp_path, model, optimizer)
-    shutil.rmtree(tmp_path / "step-00000002")
-    with pytest.raises(ConfigError, match=told + "start again$"):
-        load_state(tmp_path, model, optimizer)
 
 
 def test_weights_that_are_not_finite_are_neither_saved_nor_exported_nor_loaded(path, tmp_path):

@@ -13,7 +13,8 @@ from scripts import REPO, Forked, alive, finish, wait_for
 
 from runtime import weights
 from runtime.distributed import init_distributed
-from runtime.processes import MEMORY, kill_group, start_group
+from runtime.processes import MEMORY, start_group
+from runtime.servers import Server, kill
 from runtime.weights import run_memory, snapshot_folders
 
 
@@ -107,7 +108,7 @@ time.sleep(60)
     wait_for(lambda: not alive(server), seconds=5)
 
 
-def test_a_group_that_is_killed_leaves_no_children_and_no_images():
+def test_a_server_that_is_killed_leaves_no_children_and_no_images():
     """Past bug: it left both. The images of other servers stay."""
     theirs = MEMORY / f"sgl_shm_mm_{os.getpid()}_ab12cd34"
     theirs.touch()
@@ -116,7 +117,7 @@ def test_a_group_that_is_killed_leaves_no_children_and_no_images():
     child = int(server.stdout.readline())
     image = MEMORY / f"sgl_shm_mm_{server.pid}_ab12cd34"
     assert alive(child) and image.exists()
-    kill_group(server)
+    kill(Server("", process=server))
     server.stdout.close()
     wait_for(lambda: not alive(child), seconds=5)
     assert not image.exists() and theirs.exists()
