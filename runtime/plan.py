@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
 from torch import nn
 from transformers import AutoConfig
 
@@ -22,38 +23,8 @@ from runtime.policy import Policy, PolicyConfig, build_on_meta
 
 GIB = 1 << 30
 
-_LARGE_TOWER = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]}
-_SMALL_TOWER = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
-
-
-def _published(hidden: int, intermediate: int, layers: int, heads: int, tower: dict, tied: bool) -> dict:
-    """Return config.json's values for one size of Qwen3-VL."""
-    text = {"vocab_size": 151936, "hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
-    rope = {"rope_type": "default", "rope_theta": 5_000_000, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
-    text |= {"num_attention_heads": heads, "num_key_value_heads": 8, "head_dim": 128, "rope_parameters": rope}
-    vision = tower | {"num_heads": 16, "out_hidden_size": hidden, "num_position_embeddings": 2304}
-    return {"model_type": "qwen3_vl", "text_config": text, "vision_config": vision, "tie_word_embeddings": tied}
-
-
-_QWEN3_8B = _published(4096, 12288, 36, 32, _LARGE_TOWER, tied=False)
-# Checkpoints whose shapes --dry-run knows without their config.json.
-PUBLISHED = {
-    "ParaVT/ParaVT-8B": _QWEN3_8B,
-    "mwxely/ParaVT-8B-SFT": _QWEN3_8B,
-    "Qwen/Qwen3-VL-8B-Instruct": _QWEN3_8B,
-    "Qwen/Qwen3-VL-2B-Instruct": _published(2048, 6144, 28, 16, _SMALL_TOWER, tied=True),
-    "Qwen/Qwen2.5-VL-7B-Instruct": {
-        "model_type": "qwen2_5_vl",
-        "text_config": {
-            "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-            "num_attention_heads": 28, "num_key_value_heads": 4,
-        },
-        "vision_config": {
-            "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584,
-            "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
-        },
-    },
-}  # fmt: skip
+# config.json's sizes of checkpoints that --dry-run knows without a download.
+PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text("utf-8"))
 
 
 @dataclass(frozen=True)
