@@ -287,7 +287,14 @@ def export(policy: Policy, folder: str | Path, contract: VisualContract) -> None
         _copy_other_files(find_checkpoint(policy.cfg.checkpoint, weights=False), unfinished, policy.dtype)
         contract.save(unfinished)
         write_chat_template(unfinished)
-        _replace(folder, unfinished)
+
+        # Give the complete folder its name, and remove the one that had it.
+        replaced = folder.with_name(folder.name + ".old")
+        if folder.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+            folder.rename(replaced)
+        unfinished.rename(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
     barrier()
 
 
@@ -300,16 +307,6 @@ def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype) -> None:
     for part in (config, config.get("text_config", {}), config.get("vision_config", {})):
         part["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-
-
-def _replace(folder: Path, unfinished: Path) -> None:
-    """Give the complete folder its name, and remove the one that had it."""
-    replaced = folder.with_name(folder.name + ".old")
-    if folder.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        folder.rename(replaced)
-    unfinished.rename(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 # ------------------------------------------------------------------------------------------------ training state

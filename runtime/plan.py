@@ -136,14 +136,10 @@ def kept_by_block(policy: Policy) -> int:
     norms = 2 * norm * text.hidden_size
     # each query head: its norm, rotated, attention's output; each key head: its norm, rotated, the value
     heads = text.num_attention_heads + text.num_key_value_heads
-    attention = (norm + 2 * BF16) * heads * head_size(policy)
+    attention = (norm + 2 * BF16) * heads * policy.text.layers[0].self_attn.head_dim
     # gate, its activation, up, their product
     mlp = 4 * BF16 * text.intermediate_size
     return norms + attention + mlp
-
-
-def head_size(policy: Policy) -> int:
-    return policy.text.layers[0].self_attn.head_dim
 
 
 # ------------------------------------------------------------------------------------------------ sampling
@@ -195,4 +191,5 @@ def plan_servers(cfg) -> Plan:
 def keys_per_token(policy: Policy) -> int:
     """Return the bytes of a token's keys and values: layers x (key + value) x key heads x head size."""
     text = policy.text.config
-    return text.num_hidden_layers * 2 * BF16 * text.num_key_value_heads * head_size(policy)
+    head_size = policy.text.layers[0].self_attn.head_dim
+    return text.num_hidden_layers * 2 * BF16 * text.num_key_value_heads * head_size

@@ -1,4 +1,4 @@
-"""The vocabularies and chat templates of Qwen3-VL and Qwen2.5-VL, and a small random checkpoint: what `make test-qwen` stands on.
+"""The vocabularies and chat templates of Qwen3-VL and Qwen2.5-VL: what `make test-qwen` stands on.
 
 `qwen.tiktoken` holds the 151,643 byte strings of the vocabulary in the order in which they were merged, and equals
 Qwen3's tokenizer.json; the added tokens are those of the published tokenizer_config.json."""
@@ -7,19 +7,15 @@ import base64
 import functools
 import json
 import zipfile
-from pathlib import Path
 
-import tiny
 from scripts import REPO
 from tokenizers import AddedToken
-from transformers import GenerationConfig
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
 from runtime.visual import VisualContract
 
 PACKAGES = REPO / ".qwen"
-VOCABULARY = 151_936  # rows of the embedding; the last of them stand for no token
 FIRST_ADDED = 151_643
 _SPECIAL = """
     <|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|>
@@ -82,12 +78,3 @@ def build_tokenizer(model: str = QWEN3) -> Qwen2Tokenizer:
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in ordinary])
     tokenizer.eos_token = "<|im_end|>"
     return tokenizer
-
-
-def build(path: Path) -> Path:
-    """Write a checkpoint with the real tokenizer, generation config and vocabulary, and two random layers."""
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    tiny.build_with(path, build_tokenizer(), CONTRACT, **sizes)
-    sampling = {"do_sample": True, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
-    GenerationConfig(**sampling, eos_token_id=[151645, 151643], pad_token_id=151643).save_pretrained(path)
-    return path

@@ -1,16 +1,12 @@
-"""Qwen's real vocabulary, merges and chat template: masks, kinds, ids and whole runs on what users have (make test-qwen)."""
+"""Qwen's real vocabulary, merges and chat template: masks, kinds and ids on what users have (make test-qwen)."""
 
 import copy
 import itertools
-import json
-import math
 from pathlib import Path
 
 import pytest
 import qwen
-import yaml
 from scripted import check_rows_of_a_rollout
-from scripts import finish, metrics, start
 from tiny import noise, template_ids
 from transformers import GenerationConfig
 
@@ -26,27 +22,26 @@ pytestmark = pytest.mark.qwen
 END, TEXT_END = 151645, 151643  # <|im_end|>, <|endoftext|>
 
 
-@pytest.fixture(scope="session")
-def checkpoint(tmp_path_factory) -> Path:
-    return qwen.build(tmp_path_factory.mktemp("qwen"))
+def saved(folder: Path, model: str):
+    """Return the tokenizer as our code loads it."""
+    qwen.build_tokenizer(model).save_pretrained(folder)
+    GenerationConfig(eos_token_id=[END, TEXT_END]).save_pretrained(folder)
+    return load_tokenizer(folder)
 
 
 @pytest.fixture(scope="session")
-def tokenizer(checkpoint):
-    return load_tokenizer(checkpoint)
+def tokenizer(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("qwen"), qwen.QWEN3)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_25(tmp_path_factory):
+    return saved(tmp_path_factory.mktemp("qwen25"), qwen.QWEN25)
 
 
 @pytest.fixture
 def renderer(tokenizer) -> Renderer:
     return Renderer(tokenizer, qwen.CONTRACT)
-
-
-@pytest.fixture(scope="session")
-def tokenizer_25(tmp_path_factory):
-    path = tmp_path_factory.mktemp("qwen25")
-    qwen.build_tokenizer(qwen.QWEN25).save_pretrained(path)
-    GenerationConfig(eos_token_id=[END, TEXT_END]).save_pretrained(path)
-    return load_tokenizer(path)
 
 
 @pytest.fixture(params=[qwen.QWEN3, qwen.QWEN25])
@@ -241,39 +236,3 @@ def test_a_row_and_the_same_conversation_rolled_out_are_the_same_tokens(
     """Rows open their turns in many ways, rollouts force one; reports come with white space at their edges."""
     video = str(toy_dir / "videos" / "test00000.mp4")
     check_rows_of_a_rollout(either, videos, schemas, video, opening, report, (THOUGHT + CALLS, ANSWER))
-
-
-# ------------------------------------------------------------------------------------------------ whole runs
-
-
-@pytest.fixture
-def run_script(checkpoint, tmp_path):
-    """run_script("sft.py", **settings): run three steps in the folder "run", and return its metrics."""
-
-    def run(script: str, **settings) -> list[dict]:
-        visual = {"frame_pixels": qwen.CONTRACT.frame_pixels, "overview_frames": 4, "crop_max_frames": 4}
-        settings |= {"run": str(tmp_path / "run"), "visual": visual, "steps": 3, "decoders": 1}
-        settings["policy"] = {"checkpoint": str(checkpoint), "freeze": []}
-        (tmp_path / "c.yaml").write_text(yaml.safe_dump(settings))
-        finish(start(script, tmp_path / "c.yaml"))
-        lines = metrics(tmp_path / "run")
-        assert len(lines) == 3
-        return lines
-
-    return run
-
-
-def test_three_steps_of_sft_learn_letters_as_answers(run_script, toy_dir, tmp_path):
-    video = {"type": "video", "video": str(toy_dir / "videos" / "test00000.mp4"), "nframes": 4}
-    rows = []
-    for letter in "ABCDEFGHIJ":
-        question = {"role": "user", "content": [video, {"type": "text", "text": "Which?"}]}
-        answer = {"role": "assistant", "content": f"<think>\nI see.\n</think>\n<answer>{letter}</answer>"}
-        rows.append(json.dumps({"messages": [question, answer]}) + "\n")
-    (tmp_path / "rows.jsonl").write_text("".join(rows))
-    data = {"sources": [{"path": str(tmp_path / "rows.jsonl")}]}
-    lines = run_script("sft.py", data=data, kind_weights={"answer": 5}, batch_rows=4, pack_tokens=4096)
-    for line in lines:  # an untrained model knows nothing: every loss is that of 151,936 equal chances
-        assert line["grad_norm"] > 0 and line["loss_answer"] == pytest.approx(math.log(qwen.VOCABULARY), abs=0.5)
-    saved = json.loads((tmp_path / "run" / "model" / "generation_config.json").read_text())
-    assert saved["eos_token_id"] == [END, TEXT_END]

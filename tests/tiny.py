@@ -110,16 +110,8 @@ def build(
 ) -> Path:  # fmt: skip
     """Write a checkpoint with a tokenizer and a chat template."""
     prompts = [system_prompt(with_tools=True), subagent_system_prompt()]
-    texts = [*prompts, CHAT_TEMPLATE, json.dumps(TOOLS["crop_video"].schema)]
+    tokenizer = toy.build_tokenizer([*prompts, CHAT_TEMPLATE, json.dumps(TOOLS["crop_video"].schema)], 512)
     contract = contract or (CONTRACT if model_type == "qwen3_vl" else CONTRACT_14)
-    return build_with(path, toy.build_tokenizer(texts, 512), contract, seed, model_type, vision, **sizes)
-
-
-def build_with(
-    path: Path, tokenizer, contract: VisualContract, seed: int = 0, model_type: str = "qwen3_vl",
-    vision: dict | None = None, **sizes,
-) -> Path:  # fmt: skip
-    """Write a checkpoint for this tokenizer."""
     own_text, own_tower = of_family(model_type, [6, 5, 5], head_dim=32)
     text = {"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
     text |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 8192} | own_text
