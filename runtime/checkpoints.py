@@ -338,9 +338,8 @@ def save_state(folder: str | Path, policy: nn.Module, optimizer: Optimizer, step
 def load_state(folder: str | Path, policy: nn.Module, optimizer: Optimizer) -> int:
     """Load the newest complete state. Return its step, or 0 if there is none."""
     states = _states(Path(folder))
-    if not states:
-        return 0
-    dcp.load(_state(policy, optimizer), checkpoint_id=states[-1], **_group())
+    if states:
+        dcp.load(_state(policy, optimizer), checkpoint_id=states[-1], **_group())
     return saved_step(folder)
 
 

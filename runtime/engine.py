@@ -58,9 +58,6 @@ class EngineLost(RuntimeError):
     """An engine that can serve nothing any more. The run ends."""
 
 
-# ------------------------------------------------------------------------------------------------ many callers
-
-
 def run_all(
     engine: Engine, jobs: dict[Any, Callable], at_once: int, timeout: float | None = None, nested: bool = False
 ) -> dict[Any, Any]:
@@ -109,9 +106,6 @@ class ActiveCallers:
             return job()
         finally:
             self.remove([name])
-
-
-# ------------------------------------------------------------------------------------------------ settings
 
 
 @dataclass(frozen=True)

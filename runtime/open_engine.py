@@ -44,26 +44,22 @@ def open_engine(
         device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
         return InProcess(checkpoint, renderer, device=device, dtype=dtype, max_batch_tokens=cfg.max_batch_tokens)
 
-    # Start the servers on this node's first rank. The other ranks wait here until they are ready.
-    urls = cfg.urls
-    if not urls:
-        engine = None
-        if local_rank() == 0:
+    # Start the servers on this node's first rank. The other ranks wait in `gather` until they are ready.
+    engine = None
+    if cfg.urls or local_rank() == 0:
+        servers = [Server(url.rstrip("/")) for url in cfg.urls]
+        if not servers:
             if logs and rank() > 0:
                 logs /= f"node-{rank() // local_size()}"
             flags = server_flags(cfg)
             servers = start_servers(cfg, logs, lambda port: server_command(checkpoint, renderer, port, flags))
-            engine = SGLang(servers, renderer, frames)
-            engine.wait_until_ready()
-        urls_by_rank = gather(engine.urls if engine else None)
-        if engine:
-            return engine
-        urls = urls_by_rank[rank() - local_rank()]  # those of this node's first rank
-
-    # Connect to servers that already run.
-    engine = SGLang([Server(url.rstrip("/")) for url in urls], renderer, frames)
-    engine.wait_until_ready()
-    return engine
+        engine = SGLang(servers, renderer, frames)
+        engine.wait_until_ready()
+    urls_by_rank = gather(engine.urls if engine else None)
+    if engine:
+        return engine
+    urls = urls_by_rank[rank() - local_rank()]  # those of this node's first rank
+    return SGLang([Server(url) for url in urls], renderer, frames)
 
 
 # ------------------------------------------------------------------------------------------------ starting servers

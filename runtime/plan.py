@@ -102,7 +102,7 @@ def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, reference: bool = F
     one_block = count(policy.text.layers[0])
     outside_blocks = trained - count(policy.text.layers)
 
-    held, used = {}, {}
+    held = {}
     # trained x (weight + gradient + two moments) / gpus
     held["weights, gradients, AdamW's two moments: fp32, sharded"] = trained * 4 * FP32 / gpus
     # frozen x weight, on every GPU
@@ -113,7 +113,7 @@ def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, reference: bool = F
 
     # layers x tokens x the hidden state that a block reads. Without checkpointing, every block keeps all that it computes.
     kept = BF16 * hidden if cfg.activation_checkpointing else kept_by_block(policy)
-    used[f"inputs of {layers} blocks at {tokens} tokens"] = layers * tokens * kept
+    used = {f"inputs of {layers} blocks at {tokens} tokens": layers * tokens * kept}
     # (trained - blocks) x weight: the root unit stays gathered
     used["embeddings and head, bf16, whole"] = outside_blocks * BF16
     # block x (weight + the next block's weight + gradient in bf16 and in fp32) + tokens x what the block keeps
