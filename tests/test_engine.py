@@ -472,7 +472,7 @@ def test_what_servers_cannot_run_with_is_refused(monkeypatch):
 def test_with_urls_no_gpu_is_needed(serve, monkeypatch):
     """Past bug: an evaluation of a server that the user had started was refused, because that server held the GPUs."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    require_servers(RolloutConfig(server_gpus=(0,), urls=tuple(serve().urls)))
+    require_servers(RolloutConfig(urls=tuple(serve().urls)))
 
 
 def test_the_memory_of_a_server_that_was_killed_is_waited_for(monkeypatch):

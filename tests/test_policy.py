@@ -99,7 +99,7 @@ def test_log_probs_and_entropies_are_those_of_plain_rows(oracle, shared, cell, s
     bundles, rows = tiny.random_bundles(seed, images, cell)
     with torch.no_grad():
         scores, expected = shared(bundles, temperature), tiny.plain_scores(oracle, bundles, rows, temperature)
-    for ours, theirs in zip(scores, expected, strict=True):
+    for ours, theirs in zip(scores[:2], expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
