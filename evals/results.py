@@ -10,6 +10,7 @@ the splits. `checks.refuse_other_run` refuses to add answers that were given und
 """
 
 import dataclasses
+import functools
 import json
 import statistics
 from collections import Counter
@@ -175,9 +176,8 @@ def unlike_published(cfg: Any, folder: Path | None) -> list[str]:
     row = cfg.name.partition(" (")[0]
     own = VisualContract.load(folder) if folder else VisualContract()  # what `visual: null` means
     ours = dataclasses.asdict(replace(cfg, visual=cfg.visual or own))
-    for path in sorted(PUBLISHED_FILE.parent.glob("*.yaml")):
-        if config.read_tree(path).get("name") != row:
-            continue
+    path = row_files().get(row)
+    if path:
         theirs = config.load(type(cfg), path)
         theirs = dataclasses.asdict(replace(theirs, visual=theirs.visual or own))
         for key, text in config.differences(theirs, ours).items():
@@ -189,5 +189,12 @@ def unlike_published(cfg: Any, folder: Path | None) -> list[str]:
     return notes
 
 
+@functools.cache
+def row_files() -> dict[str, Path]:
+    """Return name of a row -> its file in configs/eval."""
+    return {config.read_tree(path).get("name"): path for path in PUBLISHED_FILE.parent.glob("*.yaml")}
+
+
+@functools.cache
 def read_published() -> dict[str, Any]:
     return yaml.safe_load(PUBLISHED_FILE.read_text(encoding="utf-8"))

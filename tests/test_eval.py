@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -22,7 +21,7 @@ import pytest
 import torch
 import yaml
 from endpoint import Endpoint
-from scripted import Scripted, is_subagent
+from scripted import Scripted, is_subagent, turns
 from scripts import REPO, Forked, finish, line, lines, sections, start, wait_for, write_results
 
 import eval as evaluation
@@ -123,19 +122,6 @@ def golds(toy_dir) -> Counter:
 # ------------------------------------------------------------------------------------------------ a run
 
 
-def test_the_logs_of_its_servers_lie_below_the_run(write, tmp_path, monkeypatch):
-    opened = []
-
-    def open_engine(source, renderer, cfg, logs, api):
-        opened.append(logs)
-        raise EngineError("gone")
-
-    monkeypatch.setattr(evaluation, "open_engine", open_engine)
-    with pytest.raises(EngineError, match="gone"):
-        run(write())
-    assert opened == [tmp_path / "run" / "logs"]
-
-
 def test_an_item_leaves_a_line_with_what_was_said_and_seen(write, model, golds, tokenizer, tmp_path, capsys):
     (often, many), *rest = golds.most_common()
     other, few = rest[-1]
@@ -177,23 +163,20 @@ def test_an_item_leaves_a_line_with_what_was_said_and_seen(write, model, golds, 
 
 
 def test_saved_episodes_are_all_of_the_run_and_the_page_shows_them(write, model, toy_dir, tmp_path):
-    calls = says(f"I look closer.\n</think>\n{CALL}")
-    seen = says("A clip shows it.\n</think>\n<answer>red</answer>")
     model(
-        lambda prompt, seed: (seen if "A flash." in prompt else says("A flash.") if is_subagent(prompt) else calls)(
-            prompt, seed
+        turns(
+            f"I look closer.\n</think>\n{CALL}{END_OF_TURN}", f"It is red.\n</think>\n<answer>red</answer>{END_OF_TURN}"
         )
     )
-    cfg = {"prompting": {"protocol": "agent"}, "arms": ["parallel", "none"], "limit": 3}
-    run(write(**cfg))
+    path = write(prompting={"protocol": "agent"}, limit=2)
+    run(path)
     assert not (tmp_path / "run" / "episodes").exists()
-    run(write(**cfg | {"limit": 0, "save_episodes": True}))  # the five others
+    run(path, "limit=4", "save_episodes=true")  # the two others
     episodes = load_episodes(tmp_path / "run" / "episodes" / "toy-K4-parallel.jsonl")
     records = read_results(results_file(tmp_path, "parallel")).records
-    assert {e.task.id: e.rewards["R_acc"] for e in episodes} == {r["id"]: r["score"] for r in records[3:]}
+    assert {e.task.id: e.rewards["R_acc"] for e in episodes} == {r["id"]: r["score"] for r in records[2:]}
     page = report_page.read_run(tmp_path / "run", {})
-    assert len(page.episodes) == 10  # of both arms
-    assert {len(episode["calls"]) for episode in page.episodes} == {0, 1}
+    assert [len(episode["calls"]) for episode in page.episodes] == [1, 1]
 
 
 def test_the_agents_prompts_are_the_checkpoints_or_the_runs_and_a_mismatch_is_named(
@@ -208,9 +191,7 @@ def test_the_agents_prompts_are_the_checkpoints_or_the_runs_and_a_mismatch_is_na
     (tmp_path / "words.yaml").write_text("system_without_tools: Guess.")
     own = write(**cfg | {"prompts": str(tmp_path / "words.yaml"), "run": str(tmp_path / "other")})
     refused(load(own), r"with other prompts \(prompts.system_without_tools: 'Answer in tags.', now 'Guess.'\)")
-    stock = write(**cfg | {"prompts": str(tmp_path / "words.yaml"), "checkpoint": str(toy_dir / "model")})
-    refused(load(stock), "belongs to a run with other settings .*prompts: None, now {'system': None")
-    run(stock, f"run={tmp_path}/other")
+    run(own, f"checkpoint={toy_dir}/model")
     assert "Guess." in engines[1].asked[0].prompt
 
 
@@ -224,10 +205,7 @@ def test_results_of_other_settings_or_weights_are_refused_and_the_setting_is_nam
     run(path)
     for change, says_what in (
         ("seed=1", "seed: 0, now 1"),
-        ("name=other", "name: 'toy', now 'other'"),
         ("rollout.max_new_tokens=12", "rollout.max_new_tokens: 24, now 12"),
-        ("grading={open_answer: f1}", "grading.open_answer: 'exact', now 'f1'"),
-        ("prompting.protocol=think", "prompting.protocol: 'direct', now 'think'"),
         (f"checkpoint={toy_dir}/model", "checkpoint: .*, now "),
     ):
         refused(load(path, change, "frames=[8]"), f"belongs to a run with other settings .{says_what}")
@@ -245,12 +223,10 @@ def test_a_run_takes_more_splits_frames_arms_and_items(write, model, toy_dir, tm
     path = write(prompting={"protocol": "agent"}, arms=["none"], limit=2)
     for override, asked_in_all in (
         ("limit=2", 2),
-        ("limit=1", 2),
         ("limit=3", 3),
         ("frames=[8]", 3 + 2),
         ("arms=[none, parallel]", 3 + 2 + 2),
         (f"splits={{charades: {toy_dir}}}", 3 + 2 + 2 + 2),
-        ("decoders=2", 3 + 2 + 2 + 2),  # a place is not a setting
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(SPLITS, "charades", SPLITS["toy"])  # the toy's questions under another name
@@ -259,14 +235,6 @@ def test_a_run_takes_more_splits_frames_arms_and_items(write, model, toy_dir, tm
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["items"] == {"toy": 8, "charades": 8}  # sizes of all calls
     assert {file.total for file in results.read_run(tmp_path / "run").values()} == {8}
-
-
-def test_results_of_an_older_version_are_refused_with_one_sentence(write, model, tmp_path, refused):
-    model(says("red"))
-    run(write())
-    file = results_file(tmp_path)
-    file.write_text('{"name": "toy", "split": "toy", "weights": "abc", "total": 8}\n' + file.read_text())
-    refused(load(write()), "line 1 is no result: delete the line if it is damaged, or the folder if an older version")
 
 
 def test_what_was_said_is_kept_to_its_last_2000_characters_in_one_line(write, model, tmp_path):
@@ -282,6 +250,7 @@ def test_what_was_said_is_kept_to_its_last_2000_characters_in_one_line(write, mo
     run(path)
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_a_random_moment_ends_with_the_same_records(write, tmp_path):
     """A real model in a real process. Its replies are random, so that records differ."""
     rollout = {"temperature": 1.0, "max_new_tokens": 120, "concurrency": 1}
@@ -372,27 +341,23 @@ def test_a_connection_that_fails_leaves_no_results(write, monkeypatch, tmp_path)
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
 
-def test_a_judge_that_fails_is_an_error_and_no_verdict(write, model, tmp_path, monkeypatch, capsys):
+def test_a_judge_that_fails_is_an_error_and_no_verdict(write, model, tmp_path, monkeypatch):
     monkeypatch.setattr(api, "RETRY", api.RETRY.new(backoff_factor=0))
     there = Endpoint("Yes.", (500, {}, {"error": "gone"}))
     path = write(grading={"open_answer": "judge", "judge": {"url": there.url, "model": "j"}})
     model(says("reddish"))
     run(path)
     there.shutdown()
-    for answer, prediction, score, judged, turns, _, error in outcomes(results_file(tmp_path)).values():
-        assert (answer, prediction, score, judged, turns) == ("reddish", None, 0.0, False, 1)
+    for answer, prediction, score, judged, *_, error in outcomes(results_file(tmp_path)).values():
+        assert (answer, prediction, score, judged) == ("reddish", None, 0.0, False)
         assert error.startswith(f"JudgeError: EngineError: {there.url}: status 500")
-    header, _, row = sections(capsys.readouterr().out)["Per item"]
-    assert row[header.index("error_rate")] == "100.00"
-    with pytest.raises(config.ConfigError, match="'j' fails a first small request: http://127.0.0.1:1/v1"):
-        run(path, "grading.judge.url=http://127.0.0.1:1/v1")  # before any item is asked
     there = Endpoint("Yes.")
     run(path, f"grading.judge.url={there.url}")  # the judge's URL is not a setting
     there.shutdown()
     assert {r[1:4] for r in outcomes(results_file(tmp_path)).values()} == {("reddish", 1.0, True)}
 
 
-@pytest.mark.parametrize("mode, prediction", [("off", None), ("stated", "{}."), ("prose", "{}.")])
+@pytest.mark.parametrize("mode, prediction", [("off", None), ("prose", "{}.")])
 def test_answers_without_a_tag_count_only_where_the_config_says_so(write, model, golds, tmp_path, mode, prediction):
     color, count = golds.most_common(1)[0]
     model(says(f"I see it.\n</think>\nThe answer is {color}."))
@@ -448,15 +413,6 @@ def test_a_score_says_what_is_missing_or_published(tmp_path):
         ["ParaVT-8B (mine)", "parallel", "100.0", "50.0 (4 of 2700)", "50.0"],
         ["ParaVT-8B (mine)", "published", "", "", "39.8"],
     ]
-
-
-def test_a_table_leaves_out_its_empty_columns(tmp_path):
-    """Past bug: without all splits of the paper, the table had a column `average` with nothing in it."""
-    rows = [{"a": "1", "b": "", "c": 0}, {"a": "", "b": None}]
-    assert tables.markdown("t", ["a", "b", "c"], rows).splitlines()[2] == "| a | c |"
-    assert tables.markdown("t", ["a", "b"], []).splitlines()[2] == "| a | b |"
-    write_results(tmp_path, "lvbench", lines("1100"), name="mine")
-    assert sections(tables.all_tables([tmp_path]))["Scores"][0] == ["model", "arm", "tagged", "lvbench"]
 
 
 def test_a_gain_is_over_the_items_of_both_and_beside_no_published_figure(tmp_path):
@@ -568,17 +524,6 @@ def test_results_that_make_no_table_are_refused(tmp_path):
         tables.all_tables([tmp_path / "c"])
 
 
-def test_a_table_that_nobody_reads_to_its_end_stops_in_silence(tmp_path):
-    """Past bug: `python eval.py table RUN | head` ended with a BrokenPipeError."""
-    write_results(tmp_path, "lvbench", lines("1"))
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, "eval.py", "table", str(tmp_path)]
-    ended = subprocess.run(command, cwd=REPO, stdout=writer, stderr=subprocess.PIPE, text=True)
-    os.close(writer)
-    assert ended.stderr == ""
-
-
 # ------------------------------------------------------------------------------------------------ configs
 
 # In own/: with the authors' settings; one folder up: as in the published run.
@@ -619,6 +564,7 @@ def two_gpus_with_sglang_and_three_cores() -> None:
         print(cfg.rollout.server_gpus, cfg.rollout.concurrency, cfg.decoders)
 
 
+@pytest.mark.slow
 def test_a_row_takes_the_gpus_and_cores_of_its_machine():
     """Past bug: rows were written for 8 GPUs and refused on other machines."""
     cfg = load(CONFIGS / "own" / "paravt_8b.yaml")
@@ -626,12 +572,6 @@ def test_a_row_takes_the_gpus_and_cores_of_its_machine():
     # Published frames are large. For GPT-4o, the number of concurrent requests counts.
     told = finish(Forked(two_gpus_with_sglang_and_three_cores))
     assert told == "(0, 1) 64 3\n(0, 1) 256 3\n() 8 3\n() 64 1\n"
-
-
-def test_one_split_named_is_one_split_asked():
-    path = CONFIGS / "paravt_8b.yaml"
-    assert load(path, "splits={charades: x}").splits == {"charades": "x"}
-    assert len(load(path, "splits.charades=x").splits) == 7  # beside the six others
 
 
 def test_every_command_in_a_config_is_one_that_loads():
@@ -671,10 +611,8 @@ def test_every_model_of_rl_has_a_command_that_asks_it_as_it_was_trained():
     "checkpoint, run, name",
     [
         ("runs/mine/model", "mine", "mine"),
-        ("runs/mine/models/step-000040", "mine-step-000040", "mine-step-000040"),
-        ("/data/runs/mine/model", "mine", "mine"),
+        ("/data/runs/mine/models/step-000040", "mine-step-000040", "mine-step-000040"),
         ("mwxely/ParaVT-8B-SFT", "ParaVT-8B-SFT", "ParaVT-8B (ParaVT-8B-SFT)"),
-        ("owner/other", "other", "other"),
     ],
 )
 def test_a_model_of_our_own_is_named_after_its_training(checkpoint, run, name):
