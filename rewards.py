@@ -27,7 +27,7 @@ from functools import partial
 from typing import Literal
 
 from episode import Episode, Group, Trajectory
-from runtime.answers import accuracy, final_answer, read_answer
+from runtime.answers import final_answer, score_answer
 from runtime.api import Api, Judge, JudgeError
 from runtime.render import END_OF_TURN, TAG, TAG_PIECE, TAGS_AND_CODE, Renderer
 
@@ -95,8 +95,9 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
 
     # Score the answer and the calls.
     task = episode.task
-    said = read_answer(final_answer(texts, cfg.untagged_answer), task.kind, task.options)
-    acc = accuracy(said, task.kind, task.answer, cfg.open_answer, judge and partial(judge, task.question))
+    answer = final_answer(texts, cfg.untagged_answer)
+    ask = judge and partial(judge, task.question)
+    _, acc = score_answer(answer, task.kind, task.answer, task.options, cfg.open_answer, ask)
     tool = tool_reward(episode, acc)
 
     # Score the format. Without a call, R_fmt is at most 0.8.

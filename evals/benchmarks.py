@@ -23,7 +23,7 @@ from pathlib import Path
 
 from data import listed_options, parse_task, read_options
 from episode import Task
-from runtime.answers import LEAD, LETTERS, accuracy, read_answer, unboxed
+from runtime.answers import LEAD, LETTERS, score_answer, unboxed
 from runtime.api import Judge
 from runtime.dataset import DataError, RowError, Rows
 
@@ -305,10 +305,10 @@ def grade(item: Item, answer: str | None, open_answer: str, judge: Judge | None 
     text = (answer or "").strip()
     if task.kind == "oe":
         text = re.sub(LEAD, "", unboxed(text))
-    said = read_answer(text, task.kind, task.options)
+    ask = judge and functools.partial(judge, task.question)
+    said, score = score_answer(text, task.kind, task.answer, task.options, open_answer, ask)
     if said is None:
         return dict(UNGRADED)
-    score = accuracy(said, task.kind, task.answer, open_answer, judge and functools.partial(judge, task.question))
     judged = task.kind == "oe" and open_answer == "judge"
     prediction = str(list(said)) if task.kind == "tvg" else said
     return {"prediction": prediction, "score": score, "judged": judged}

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from data import listed_options
 from runtime import config
 from runtime.answers import (
-    accuracy,
     final_answer,
     iou,
     normalise,
     parse_letter,
     parse_span,
-    read_answer,
+    score_answer,
     token_f1,
     words_of,
 )
@@ -113,7 +112,9 @@ def test_a_span_is_read_in_every_written_form(span, text):
 def read(question, turn):
     """Return a turn's reading as an evaluation reads it."""
     question = READINGS["questions"][question]
-    return read_answer(final_answer([turn], "prose"), question["kind"], tuple(question.get("options", ())))
+    options = tuple(question.get("options", ()))
+    said, _ = score_answer(final_answer([turn], "prose"), question["kind"], "0 - 1", options)
+    return said
 
 
 def person(reading):
@@ -160,9 +161,11 @@ def test_a_fallback_answer_is_the_text_without_calls_and_pieces_of_tags():
 
 
 def test_an_answer_is_a_letter_a_span_or_text():
-    assert read_answer("B. blue", "mcq", ("red", "blue")) == "B" and read_answer("3 to 5", "tvg") == (3, 5)
-    assert read_answer("a red car", "oe") == "a red car"
-    assert read_answer("", "oe") is read_answer(None, "mcq") is read_answer("soon", "tvg") is None
+    assert score_answer("B. blue", "mcq", "(b)", ("red", "blue")) == ("B", 1)  # some rows write their gold so
+    assert score_answer("1.25 to 20.1", "tvg", "[12.5, 20.1]") == ((1.25, 20.1), pytest.approx(7.6 / 18.85))
+    assert score_answer("a red car", "oe", "red car") == ("a red car", 1)
+    for text, kind in (("", "oe"), (None, "mcq"), ("soon", "tvg")):
+        assert score_answer(text, kind, "0 - 1") == (None, 0)
 
 
 @pytest.mark.parametrize("text", WORDS)
@@ -198,19 +201,16 @@ def test_no_answer_breaks_the_readers(pieces):
     words_of(text), listed_options(text)
 
 
-def test_gold_letters_compare_as_letters_and_not_as_words():
+def test_a_gold_of_letters_is_no_article():
     """In the released code, gold "A" is dropped as an article, so every answer matches."""
-    assert accuracy("A", "mcq", "A") == 1 and accuracy("B", "mcq", "A") == 0 and accuracy(None, "mcq", "A") == 0
-    assert accuracy("B", "mcq", "(b)") == 1  # some rows write it so
-    assert accuracy("A", "oe", "A") == 1 and accuracy("the", "oe", "A") == 0
+    for kind in ("mcq", "oe"):
+        assert score_answer("A", kind, "A") == ("A", 1)
+        assert score_answer("B", kind, "A") == ("B", 0)
 
 
 def test_iou_is_the_shared_part_of_the_joint_part():
     assert iou((0, 10), (5, 15)) == pytest.approx(5 / 15)
     assert iou((0, 10), (20, 30)) == 0 and iou((3, 3), (3, 3)) == 0
-    gold = "[12.5, 20.1]"
-    assert accuracy((1.25, 20.1), "tvg", gold) == pytest.approx(7.6 / 18.85)  # equal in the released code
-    assert accuracy((12.5, 20.1), "tvg", gold) == 1 and accuracy(None, "tvg", gold) == 0
 
 
 def test_token_f1_counts_shared_words():
