@@ -17,11 +17,9 @@ Deliberately missing: several checkpoints per run, several machines per run, ens
 """
 
 import contextlib
-import difflib
 import importlib.util
 import json
 import os
-import signal
 import sys
 import threading
 from dataclasses import dataclass, replace
@@ -36,7 +34,7 @@ from episode import Episode, dump
 from evals import tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, load_split
 from evals.protocols import Prompting, run_protocol
-from evals.results import EvalJob, read_results, resume, unlike_published
+from evals.results import read_results, resume, unlike_published
 from rewards import RewardConfig, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive_seed
 from runtime.answers import final_answer
@@ -58,17 +56,12 @@ from runtime.policy import MODELS
 from runtime.prompts import Prompts
 from runtime.render import Renderer
 from runtime.run import save_run, write_whole
-from runtime.script import command_line, only_run_in, open_checkpoint, passed, run_script
+from runtime.script import command_line, note_not_looked_up, only_run_in, open_checkpoint, passed, run_script
 from runtime.video import Videos
 from runtime.visual import VisualContract, read_json
 
 # By default, one SGLang server per GPU of this machine. Without SGLang, the model runs in this process.
 GPUS = tuple(range(torch.cuda.device_count())) if importlib.util.find_spec("sglang") else ()
-
-SIZES = {
-    "ParaVT-8B": "Qwen/Qwen3-VL-8B-Instruct",
-    "Qwen2.5-VL-7B": "Qwen/Qwen2.5-VL-7B-Instruct",
-}  # row -> a checkpoint of that size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +123,18 @@ class EvalConfig:
         return self.prompting.protocol == "agent"
 
 
+@dataclass(frozen=True)
+class Job:
+    """One file of results: a split at one K under one arm."""
+
+    split: str
+    k: int
+    arm: str  # of our agent, its dispatch; of other models, the protocol
+    dispatch: str
+    items: list[Item]  # the first `limit` of the split, or all
+    path: Path
+
+
 # ------------------------------------------------------------------------------------------------ one item
 
 
@@ -151,10 +156,10 @@ def ask_item(
         except JudgeError as error:
             episode.fail(error)
 
-    # Our own agent also gets its format rewards, all models under the same weights, so that their f compares.
+    # Our own agent also gets its format rewards, with the default weights whatever it was trained with, so that f compares.
     format_rewards = {}
     if cfg.agentic and not episode.error_kind:
-        parts = score(episode, context.renderer, RewardConfig(open_answer="exact"))
+        parts = score(episode, context.renderer, RewardConfig())
         format_rewards = {"f": parts["f"], "well_formed": parts["well_formed"]}
     episode.rewards = {"R": verdict["score"], "R_acc": verdict["score"], **format_rewards}
 
@@ -193,7 +198,8 @@ def main(cfg: EvalConfig) -> int:
     jobs, folder, renderer = prepare(cfg)
 
     # Ask the remaining items. Nothing is written before the engine is up.
-    if any(resume(job)[1] for job in jobs):
+    if items_are_left(jobs):
+        rollout = as_trained(cfg.rollout, folder)
         logs = Path(cfg.run) / "logs"
         with (
             only_run_in(Path(cfg.run)),
@@ -202,10 +208,7 @@ def main(cfg: EvalConfig) -> int:
         ):
             save_with_sizes(cfg, folder)
             for job in jobs:
-                # Read the file only now. Before this process held the lock, another one may have answered items.
-                kept, items = resume(job)
-                if items:
-                    run_job(job, kept, items, AgentContext(engine, renderer, videos, job.rollout), cfg)
+                run_job(job, AgentContext(engine, renderer, videos, replace(rollout, dispatch=job.dispatch)), cfg)
 
     # Print all results of the run.
     print(tables.all_tables([cfg.run]))
@@ -218,16 +221,12 @@ def main(cfg: EvalConfig) -> int:
     return status
 
 
-def save_with_sizes(cfg: EvalConfig, folder: Path) -> None:
-    """Save the config, the digest of the weights, and the sizes of all splits that this and earlier calls asked."""
-    sizes = (read_json(Path(cfg.run) / "run.json") or {}).get("items", {})
-    sizes |= {split: count_items(split, root) for split, root in cfg.splits.items()}
-    digest = "" if cfg.api.url else weights_digest(folder)  # an API's model has no files here
-    save_run(cfg, cfg.run, checkpoint=digest, items=sizes)
-
-
-def run_job(job: EvalJob, kept: list[dict], items: list[Item], context: AgentContext, cfg: EvalConfig) -> None:
-    """Write the records to keep, then ask the items concurrently. Each item appends its line when it ends."""
+def run_job(job: Job, context: AgentContext, cfg: EvalConfig) -> None:
+    """Write the records to keep, then ask the other items concurrently. Each item appends its line when it ends."""
+    # The file is read under the run's lock: until then, another process may have answered items.
+    kept, items = resume(job.path, job.items)
+    if not items:
+        return
     write_whole(job.path, "".join(json.dumps(line) + "\n" for line in kept))
     judge = Judge(cfg.grading.judge)
     episodes = Path(cfg.run) / "episodes" / job.path.name
@@ -249,22 +248,39 @@ def run_job(job: EvalJob, kept: list[dict], items: list[Item], context: AgentCon
                 bar.update()
 
         try:
-            jobs = {i: partial(ask, item) for i, item in enumerate(items)}
-            run_all(context.engine, jobs, cfg.rollout.concurrency)
+            calls = {i: partial(ask, item) for i, item in enumerate(items)}
+            run_all(context.engine, calls, cfg.rollout.concurrency)
         finally:
             context.stopped.set()  # after an error, no episode starts another turn
 
 
-def list_jobs(cfg: EvalConfig, split: str) -> list[EvalJob]:
-    """List the result files of a split with their items."""
-    jobs = []
-    items = load_split(split, cfg.splits[split], cfg.limit)
-    for k in cfg.frames:
-        for dispatch in cfg.arms:
-            arm = dispatch if cfg.agentic else cfg.prompting.protocol
-            path = Path(cfg.run) / f"{split}-K{k}-{arm}.jsonl"
-            jobs.append(EvalJob(split, k, arm, replace(cfg.rollout, dispatch=dispatch), items, path))
-    return jobs
+def items_are_left(jobs: list[Job]) -> bool:
+    """Return whether an item of a job has no answer yet."""
+    return any(resume(job.path, job.items)[1] for job in jobs)
+
+
+def save_with_sizes(cfg: EvalConfig, folder: Path) -> None:
+    """Save the config, the digest of the weights, and the sizes of all splits that this and earlier calls asked."""
+    sizes = (read_json(Path(cfg.run) / "run.json") or {}).get("items", {})
+    sizes |= {split: count_items(split, root) for split, root in cfg.splits.items()}
+    digest = "" if cfg.api.url else weights_digest(folder)  # an API's model has no files here
+    save_run(cfg, cfg.run, checkpoint=digest, items=sizes)
+
+
+def as_trained(rollout: RolloutConfig, folder: Path) -> RolloutConfig:
+    """Let the checkpoint say whether its turns open with `<think>`, unless the config does."""
+    if rollout.think_prefix is not None:
+        return rollout
+    trained = read_json(folder / "rollout.json") or {}
+    return replace(rollout, think_prefix=trained.get("think_prefix", False))
+
+
+# ------------------------------------------------------------------------------------------------ names
+
+SIZES = {
+    "ParaVT-8B": "Qwen/Qwen3-VL-8B-Instruct",
+    "Qwen2.5-VL-7B": "Qwen/Qwen2.5-VL-7B-Instruct",
+}  # row of the paper's table -> a checkpoint of that size
 
 
 def with_names(cfg: EvalConfig) -> EvalConfig:
@@ -291,14 +307,6 @@ def sizes_of(model: dict) -> tuple:
     return model.get("model_type"), text.get("hidden_size"), text.get("num_hidden_layers")
 
 
-def as_trained(rollout: RolloutConfig, folder: Path | None) -> RolloutConfig:
-    """Let the checkpoint say whether its turns open with `<think>`, unless the config does."""
-    if rollout.think_prefix is not None or not folder:
-        return rollout
-    trained = read_json(folder / "rollout.json") or {}
-    return replace(rollout, think_prefix=trained.get("think_prefix", False))
-
-
 # ------------------------------------------------------------------------------------------------ checks
 
 
@@ -306,55 +314,31 @@ def dry_run(cfg: EvalConfig) -> None:
     """Print what differs from the published run, then check what the run needs. The first fault ends it."""
     cfg = with_names(cfg)
     print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
-    local = Path(cfg.checkpoint)
-    for note in unlike_published(cfg, local if local.is_dir() else None):
+    for note in unlike_published(cfg):
         print(f"  note    {note}")
     prepare(cfg, dry=True)
 
 
-def prepare(cfg: EvalConfig, dry: bool = False) -> tuple[list[EvalJob], Path | None, Renderer | None]:
+def prepare(cfg: EvalConfig, dry: bool = False) -> tuple[list[Job], Path | None, Renderer | None]:
     """Return the jobs, and the checkpoint's folder and renderer. Refuse what cannot run, or would mix its results with others,
     before anything is written or loaded. A dry run downloads no checkpoint."""
-    # The datasets. Name all that are missing at once.
-    jobs = []
-    missing = []
-    for split in cfg.splits:
-        try:
-            jobs_of_split = list_jobs(cfg, split)
-        except (DataError, FileNotFoundError) as error:
-            missing.append(f"{split}: {error}")
-            continue
-        jobs += jobs_of_split
-        items = len(jobs_of_split[0].items)
-        passed(f"{split}: {items} items, {len(jobs_of_split) * items} episodes", dry)
-    if missing:
-        raise DataError("\n".join(missing))
+    jobs = list_jobs(cfg, dry)
 
     # The checkpoint.
     folder = None
     renderer = None
     if dry and on_the_hub(cfg.checkpoint):
-        print(f"  note    checkpoint: {cfg.checkpoint} was not looked up; the run fetches it from the hub")
+        note_not_looked_up(cfg.checkpoint)
     else:
-        # An API needs only the tokenizer.
-        folder, renderer = open_checkpoint(cfg.checkpoint, cfg.visual, cfg.prompts, weights=not cfg.api.url)
-        try:
-            refuse_template(folder, renderer, cfg.rollout.schemas)
-        except ConfigError as error:
-            if cfg.agentic:
-                raise
-            print(f"  note    {error}")
-        if renderer.prompts.changed:
-            print(f"  note    prompts: not ours: {', '.join(renderer.prompts.changed)}")
+        folder, renderer = open_model(cfg)
         passed(f"checkpoint: {folder}", dry)
 
     # The run's folder. Answers under other settings are refused, and so are those of another model.
-    jobs = [replace(job, rollout=as_trained(job.rollout, folder)) for job in jobs]
     require_writable(cfg.run)
     refuse_other_run(cfg)
     if folder:
         refuse_other_weights(Path(cfg.run), folder, f"checkpoint = {cfg.checkpoint!r}")
-    any_left = any(resume(job)[1] for job in jobs)
+    any_left = items_are_left(jobs)
     passed(f"run: {cfg.run}", dry)
 
     # The model and the judge, if there is something to ask.
@@ -362,6 +346,43 @@ def prepare(cfg: EvalConfig, dry: bool = False) -> tuple[list[EvalJob], Path | N
         require_engine(cfg, folder)
         passed("model and judge", dry)
     return jobs, folder, renderer
+
+
+def list_jobs(cfg: EvalConfig, dry: bool) -> list[Job]:
+    """List the result files of the run with their items. Name all datasets that are missing at once."""
+    jobs = []
+    missing = []
+    for split, root in cfg.splits.items():
+        try:
+            items = load_split(split, root, cfg.limit)
+        except (DataError, FileNotFoundError) as error:
+            missing.append(f"{split}: {error}")
+            continue
+        for k in cfg.frames:
+            for dispatch in cfg.arms:
+                arm = dispatch if cfg.agentic else cfg.prompting.protocol
+                path = Path(cfg.run) / f"{split}-K{k}-{arm}.jsonl"
+                jobs.append(Job(split, k, arm, dispatch, items, path))
+        passed(f"{split}: {len(items)} items, {len(items) * len(cfg.frames) * len(cfg.arms)} episodes", dry)
+    if missing:
+        raise DataError("\n".join(missing))
+    return jobs
+
+
+def open_model(cfg: EvalConfig) -> tuple[Path, Renderer]:
+    """Return the checkpoint's folder and its renderer. A chat template on which our agent cannot rely is refused; with the
+    protocols of other models, it is a note."""
+    # An API needs only the tokenizer.
+    folder, renderer = open_checkpoint(cfg.checkpoint, cfg.visual, cfg.prompts, weights=not cfg.api.url)
+    try:
+        refuse_template(folder, renderer, cfg.rollout.schemas)
+    except ConfigError as error:
+        if cfg.agentic:
+            raise
+        print(f"  note    {error}")
+    if renderer.prompts.changed:
+        print(f"  note    prompts: not ours: {', '.join(renderer.prompts.changed)}")
+    return folder, renderer
 
 
 def require_engine(cfg: EvalConfig, folder: Path | None) -> None:
@@ -383,11 +404,7 @@ def require_engine(cfg: EvalConfig, folder: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    first = "".join(sys.argv[1:2])
-    if first in tables.COMMANDS:
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process quietly
+    if len(sys.argv) > 1 and sys.argv[1] in tables.COMMANDS:
         sys.exit(tables.main(sys.argv[1:]))
-    if (near := difflib.get_close_matches(first, tables.COMMANDS)) and not Path(first).exists():
-        sys.exit(f"error: {first}: neither a config nor a command; did you mean {near[0]}?")
     cfg, args = command_line(EvalConfig, __doc__)
     run_script(dry_run if args.dry_run else main, cfg)

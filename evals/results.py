@@ -1,6 +1,6 @@
 """results.py: the result files of eval.py: read them, resume them, average them, and compare a run with the published one.
 
-    kept, items = resume(job)           # the records to keep, and the items to ask
+    kept, items = resume(path, items)   # the records to keep, and the items to ask
     results = read_results(path)        # one file; its name says split, K and arm
     read_runs(["runs/eval/a", ...])     # all files of several runs, for one table
     costs(results)                      # means per item
@@ -22,7 +22,6 @@ from typing import Any
 import yaml
 
 from evals.benchmarks import Item, figures
-from rollout import RolloutConfig
 from runtime import config
 from runtime.checks import MAY_CHANGE, RESULTS
 from runtime.dataset import DataError
@@ -33,18 +32,6 @@ RECORD = (  # fields of each line that the tables read
     "id", "videos", "kind", "tagged", "prediction", "score", "judged", "calls", "turns", "tokens", "subagent_tokens",
     "truncated", "seconds", "error",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class EvalJob:
-    """One file of results: a split at one K under one arm."""
-
-    split: str
-    k: int
-    arm: str  # of our agent, its dispatch; of other models, the protocol
-    rollout: RolloutConfig  # with the arm as its dispatch
-    items: list[Item]  # the first `limit` of the split, or all
-    path: Path
 
 
 @dataclass(frozen=True)
@@ -121,12 +108,12 @@ def read_runs(runs: Sequence[str | Path]) -> list[Results]:
     return all_results
 
 
-def resume(job: EvalJob) -> tuple[list[dict], list[Item]]:
-    """Return the records of a job's file to keep, and the items still to ask. An item that ended in an error is asked again."""
+def resume(path: Path, items: list[Item]) -> tuple[list[dict], list[Item]]:
+    """Return the records of a file to keep, and the items still to ask. An item that ended in an error is asked again."""
     kept = {}
-    if job.path.exists():
-        kept = {record["id"]: record for record in read_results(job.path).records if not record["error"]}
-    return list(kept.values()), [item for item in job.items if item.task.id not in kept]
+    if path.exists():
+        kept = {record["id"]: record for record in read_results(path).records if not record["error"]}
+    return list(kept.values()), [item for item in items if item.task.id not in kept]
 
 
 # ------------------------------------------------------------------------------------------------ means over items
@@ -169,12 +156,12 @@ def costs(results: Results) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------ the published run
 
 
-def unlike_published(cfg: Any, folder: Path | None) -> list[str]:
-    """List how a run (an EvalConfig) differs from its row in configs/eval, and how that row differs from the published run.
-    `folder` is its checkpoint, if it is here."""
+def unlike_published(cfg: Any) -> list[str]:
+    """List how a run (an EvalConfig) differs from its row in configs/eval, and how that row differs from the published run."""
     notes = []
     row = cfg.name.partition(" (")[0]
-    own = VisualContract.load(folder) if folder else VisualContract()  # what `visual: null` means
+    checkpoint = Path(cfg.checkpoint)
+    own = VisualContract.load(checkpoint) if checkpoint.is_dir() else VisualContract()  # what `visual: null` means
     ours = dataclasses.asdict(replace(cfg, visual=cfg.visual or own))
     path = row_files().get(row)
     if path:

@@ -154,6 +154,11 @@ def passed(check: str, dry: bool) -> None:
         print(f"  ok      {check}")
 
 
+def note_not_looked_up(checkpoint: str) -> None:
+    """Tell, in a dry run, that the run will download the checkpoint."""
+    print(f"  note    checkpoint: {checkpoint} was not looked up; the run fetches it from the hub")
+
+
 # ------------------------------------------------------------------------------------------------ sft.py and rl.py
 
 
@@ -182,7 +187,7 @@ def dry_run(cfg: RunConfig, script: Script) -> None:
     training, a dry run shows all the rest."""
     require_ready(cfg, script, dry=True)
     if on_the_hub(cfg.policy.checkpoint):
-        print(f"  note    checkpoint: {cfg.policy.checkpoint} was not looked up; the run fetches it from the hub")
+        note_not_looked_up(cfg.policy.checkpoint)
     else:
         source, _ = open_start(cfg)
         passed(f"checkpoint: {source}", dry=True)

@@ -506,15 +506,6 @@ def test_costs_are_means_and_rates_over_all_items(tmp_path):
     }  # fmt: skip
 
 
-def test_scores_are_broken_down_by_a_field_of_the_rows(tmp_path):
-    rows = [line(str(i), int(score), duration=size) for i, (score, size) in enumerate(zip("1101", "sslz"))]
-    write_results(tmp_path, "videomme", [*rows, line("4", 1)], total=2700)  # the last has none
-    found = sections(tables.all_tables([tmp_path], by="duration"))["By duration"]
-    assert [row[4:] for row in found[2:]] == [["l", "1", "0.0"], ["s", "2", "100.0"], ["z", "1", "100.0"]]
-    with pytest.raises(DataError, match="--by topic: no record has that field; those of VideoMME have duration"):
-        tables.all_tables([tmp_path], by="topic")
-
-
 def test_results_that_make_no_table_are_refused(tmp_path):
     write_results(tmp_path / "a", "lvbench", lines("1"))
     write_results(tmp_path / "b", "lvbench", lines("0"))
