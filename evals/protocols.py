@@ -8,8 +8,8 @@
     longvt                  calls crop_video, and gets the frames themselves in the tool turn
     video_zoomer            requests one segment per turn, at a frame rate of its choice
 
-Each of the last three is a function in FLOWS. Flows, limits and formats follow the models' own code; the stamps and sizes of
-frames are in each model's config. The prompts in protocols.yaml are **ours**. Other words give other scores; a `prompt_file`
+Each is a function in FLOWS, except those of one turn. Flows, limits and formats follow the models' own code; the stamps and sizes
+of frames are in each model's config. The prompts in protocols.yaml are **ours**. Other words give other scores; a `prompt_file`
 supplies the words of a model's authors.
 
 Deliberately missing: top-p, repetition penalties, SAGE's tools, and the video channel: a model that was trained on a video's
@@ -22,9 +22,9 @@ import os
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -55,9 +55,8 @@ Protocol = Literal[
     "agent", "direct", "think", "video_r1", "videochat_r1", "time_r1", "rewatch_r1",
     "video_thinker", "conan", "longvt", "video_zoomer",
 ]  # fmt: skip
-Shown = tuple[list, tuple[float, float], str]  # by a call: what the model reads, the call's window and its text
 WORDS = read_tree(Path(__file__).with_suffix(".yaml"))  # protocol -> name -> text
-PLACE = re.compile(r"(\{\{\w+\}\}|\{\w+\})")  # {question}, or {{word}} for the word in braces
+PLACE = re.compile(r"(\{\w+\})")  # such as {question}
 
 
 @dataclass(frozen=True)
@@ -87,32 +86,27 @@ def run_protocol(context: AgentContext, item: Item, k: int, seed: int, cfg: Prom
     task = item.task
     if len(task.videos) != 1 and cfg.protocol != "agent":
         raise ValueError(f"task {task.id} has {len(task.videos)} videos: the protocol {cfg.protocol!r} takes only one")
-    episode = Episode(task, k, Trajectory(), seed=seed)
+    attempt = Attempt(context, Episode(task, k, Trajectory(), seed=seed), cfg)
     answer = None
     started = time.perf_counter()
     try:
         # Sample the overview, and give the question the subtitles of its frames.
         frames = []
         if item.subtitles or cfg.protocol != "agent":  # run_episode samples the agent's overview itself
-            info = context.videos.info(task.videos[0])
+            info = attempt.info
             size = context.renderer.contract.frame_size(info.width, info.height)
             frames = [context.videos.frames(info.path, overview_indices(info, k, cfg.protocol), size)]
-            episode.task = with_subtitles(item, frames[0].times)
+            task = with_subtitles(item, frames[0].times)
+            attempt.episode.task = task
 
         # Fill `request`, the text of the task's kind, and run the protocol.
-        values = values_of(context, episode.task, item.caption) | {"frames": frames}
-        attempt = Attempt(context, episode, cfg, values)
-        values["request"] = attempt.fill(task.kind)
-        if cfg.protocol == "agent":
-            episode = run_agent(attempt)
-            answer = final_answer(turn_texts(episode.main, context.renderer))
-        else:
-            flow = FLOWS.get(cfg.protocol, _one_turn)
-            answer = flow(attempt)
+        attempt.values = values_of(task, item.caption, attempt.info.duration) | {"frames": frames}
+        attempt.values["request"] = attempt.fill(task.kind)
+        answer = FLOWS.get(cfg.protocol, _one_turn)(attempt)
     except (EngineError, VideoError, Stopped) as error:
-        episode.fail(error)
-    episode.seconds = time.perf_counter() - started
-    return episode, answer or None
+        attempt.episode.fail(error)
+    attempt.episode.seconds = time.perf_counter() - started
+    return attempt.episode, answer or None
 
 
 def overview_indices(info: VideoInfo, k: int, protocol: Protocol) -> Sequence[int]:
@@ -126,10 +120,8 @@ def overview_indices(info: VideoInfo, k: int, protocol: Protocol) -> Sequence[in
     return uniform_indices(info.n_frames, k)
 
 
-def values_of(context: AgentContext, task: Task, caption: str) -> dict[str, str | list]:
-    """Return the values of the {places} that every text may use."""
-    path = task.videos[0]
-    duration = context.videos.info(path).duration
+def values_of(task: Task, caption: str, duration: float) -> dict[str, str | list]:
+    """Return the values of the {places} that every text may use. `duration`: seconds of the video."""
     minutes, seconds = divmod(int(duration), 60)
     stem = task.question
     if task.options:  # drop the list of options, which begins with A
@@ -141,7 +133,7 @@ def values_of(context: AgentContext, task: Task, caption: str) -> dict[str, str 
         "stem": stem,
         "options": "\n".join(f"{letter}. {option}" for letter, option in zip(LETTERS, task.options)),
         "caption": caption or task.question,  # the event to locate
-        "path": os.path.basename(path),  # not the whole path, as authors write it: prompts would depend on the machine
+        "path": os.path.basename(task.videos[0]),  # not the whole one: prompts would depend on the machine
         "duration": f"{duration:.1f}",
         "minutes": f"{minutes:02d}:{seconds:02d}",
         "clock": clock(duration),
@@ -151,6 +143,14 @@ def values_of(context: AgentContext, task: Task, caption: str) -> dict[str, str 
 # ------------------------------------------------------------------------------------------------ an attempt
 
 
+class Shown(NamedTuple):
+    """What a call shows to the model."""
+
+    parts: list  # of a message
+    window: tuple[float, float]
+    text: str = ""  # for the record of the call
+
+
 @dataclass
 class Attempt:
     """An attempt at one item, which a protocol works on."""
@@ -158,7 +158,7 @@ class Attempt:
     context: AgentContext
     episode: Episode  # grows turn by turn
     cfg: Prompting
-    values: dict[str, str | list]  # {place} -> what replaces it
+    values: dict[str, str | list] = field(default_factory=dict)  # {place} -> what replaces it
 
     @property
     def info(self) -> VideoInfo:
@@ -170,23 +170,48 @@ class Attempt:
         values = self.values | more
         parts = []
         for piece in PLACE.split(self.cfg.texts[name]):
-            inner = piece[1:-1]
-            if not PLACE.fullmatch(piece):
+            value = values.get(piece[1:-1]) if PLACE.fullmatch(piece) else None
+            if value is None:
                 parts.append(Live(piece))
-            elif inner.startswith("{"):  # {{word}}
-                parts.append(Live(inner))
-            elif isinstance(values[inner], list):
-                parts += values[inner]
+            elif isinstance(value, list):
+                parts += value
             else:
-                parts.append(values[inner])
+                parts.append(value)
         return parts
 
-    def open_conversation(self, tools: list[dict] | None = None) -> Trajectory:
-        """Open a conversation. There is no system message if the protocol has no such text."""
+    def open_conversation(self) -> Trajectory:
+        """Open a conversation, with a system message and a tool if the protocol has such texts."""
+        texts = self.cfg.texts
         messages = [{"role": "user", "content": self.fill("user")}]
-        if "system" in self.cfg.texts:
+        if "system" in texts:
             messages.insert(0, {"role": "system", "content": self.fill("system")})
-        return open_trajectory(self.context.renderer.render(messages, tools, generate=True))
+        tools = [json.loads(texts["tool"])] if "tool" in texts else None
+        renderer = self.context.renderer
+        prompt = renderer.render(messages, tools, generate=True)
+        if tools and prompt.ids == renderer.render(messages, generate=True).ids:
+            rule = "put its authors' template into chat_template.jinja"
+            raise ContractError(f"the chat template renders no tools: {rule}")
+        return open_trajectory(prompt)
+
+    def converse(
+        self, turns: int, reply: Callable[["Attempt", str, int], list[list]], role: str = "user", closing: str = ""
+    ) -> list[str]:
+        """Sample up to `turns` turns, and return their texts. After each but the last, `reply(attempt, text, turn)` runs the
+        calls of the turn and returns what the model gets in messages of this role. Without calls it returns nothing, and the
+        conversation ends."""
+        main = self.episode.main = self.open_conversation()
+        texts = [self.sample(closing)]
+        for turn in range(turns - 1):
+            if main.finish == "length":
+                break
+            contents = reply(self, texts[-1], turn)
+            if not contents:
+                break
+            delta = self.context.renderer.continuation(contents, role)
+            if not append_rendered(self.context, main, delta):
+                break  # the context has no room for it
+            texts.append(self.sample(closing))
+        return texts
 
     def sample(self, closing: str = "") -> str:
         """Sample the next turn, append it and return its text. If the text contains `closing`, the turn ends there."""
@@ -206,11 +231,6 @@ class Attempt:
             end_turn_at(trajectory, start + kept)
         trajectory.turns.append((start, len(trajectory.ids)))
         return text
-
-    def append_message(self, contents: list[list], role: str) -> bool:
-        """Append a message between two turns. Return False if the context has no room for it."""
-        delta = self.context.renderer.continuation(contents, role)
-        return append_rendered(self.context, self.episode.main, delta)
 
     def run_call(self, call: Call, work: Callable[["Attempt", Call], Shown]) -> list:
         """Run and record one call. Return what the model reads: the parts that `work` shows, or the text of an error. A call
@@ -255,12 +275,14 @@ def within(info: VideoInfo, start: float, end: float) -> tuple[float, float]:
 # ------------------------------------------------------------------------------------------------ agent, and one turn
 
 
-def run_agent(attempt: Attempt) -> Episode:
+def _agent(attempt: Attempt) -> str | None:
     """Run our agent as in training. Its prompt has the request in place of the question."""
-    episode = attempt.episode
-    asked = replace(episode.task, question="".join(attempt.values["request"]))
-    prompt = render_prompt(asked, episode.k, attempt.context)
-    return run_episode(attempt.context, episode.task, episode.k, prompt, episode.seed)
+    context = attempt.context
+    task = attempt.episode.task
+    k = attempt.episode.k
+    prompt = render_prompt(replace(task, question="".join(attempt.values["request"])), k, context)
+    attempt.episode = run_episode(context, task, k, prompt, attempt.episode.seed)
+    return final_answer(turn_texts(attempt.episode.main, context.renderer))
 
 
 def _one_turn(attempt: Attempt) -> str | None:
@@ -280,18 +302,16 @@ CONAN_FRAMES = 8  # per turn
 
 def _conan(attempt: Attempt) -> str | None:
     """The model may name clips: a user turn shows it frames of them."""
-    main = attempt.episode.main = attempt.open_conversation()
-    text = attempt.sample()
-    for turn in range(CONAN_TURNS - 1):
-        call = parse_clips(text, turn)
-        if not call or main.finish == "length":
-            break
-        frames = attempt.run_call(call, _retrieve)
-        name = "last" if turn == CONAN_TURNS - 2 else "more"
-        if not attempt.append_message([attempt.fill(name, frames=frames)], "user"):
-            break
-        text = attempt.sample()
-    return last_answer(text)
+    return last_answer(attempt.converse(CONAN_TURNS, _show_clips)[-1])
+
+
+def _show_clips(attempt: Attempt, text: str, turn: int) -> list[list]:
+    call = parse_clips(text, turn)
+    if not call:
+        return []
+    frames = attempt.run_call(call, _retrieve)
+    name = "last" if turn == CONAN_TURNS - 2 else "more"
+    return [attempt.fill(name, frames=frames)]
 
 
 def parse_clips(text: str, turn: int) -> Call | None:
@@ -318,7 +338,7 @@ def _retrieve(attempt: Attempt, call: Call) -> Shown:
     starts, ends = zip(*spans)
     window = within(info, min(starts), max(ends))  # spans all clips
     chosen = [new[j] for j in uniform_indices(len(new), CONAN_FRAMES)]
-    return [attempt.decode(chosen)], window, ""
+    return Shown([attempt.decode(chosen)], window)
 
 
 # ------------------------------------------------------------------------------------------------ longvt
@@ -328,19 +348,7 @@ LONGVT_TURNS = 6
 
 def _longvt(attempt: Attempt) -> str | None:
     """The model may call crop_video, several times a turn. A tool turn shows it the frames."""
-    tools = [json.loads(attempt.cfg.texts["tool"])]
-    main = attempt.episode.main = attempt.open_conversation(tools)
-    if main.ids == attempt.open_conversation().ids:
-        raise ContractError("the chat template renders no tools: put its authors' template into chat_template.jinja")
-    texts = [attempt.sample()]
-    for turn in range(LONGVT_TURNS - 1):
-        calls = parse_calls(texts[-1], turn)
-        if not calls or main.finish == "length":
-            break
-        contents = [attempt.run_call(call, _crop) for call in calls]
-        if not attempt.append_message(contents, "tool"):
-            break
-        texts.append(attempt.sample())
+    texts = attempt.converse(LONGVT_TURNS, _show_windows, role="tool")
 
     # Read the answer as its authors do: the first <answer> of all turns, else the last box, else a number at the end.
     whole = "\n".join(texts)
@@ -352,13 +360,17 @@ def _longvt(attempt: Attempt) -> str | None:
     return "".join(re.findall(r"\d+(?:\.\d+)?(?=\W*$)", whole)[:1])
 
 
+def _show_windows(attempt: Attempt, text: str, turn: int) -> list[list]:
+    return [attempt.run_call(call, _crop) for call in parse_calls(text, turn)]
+
+
 def _crop(attempt: Attempt, call: Call) -> Shown:
     """Show the frames of a window, and say which they are."""
     context = attempt.context
     clip = run_tool(call, attempt.episode.task, ("crop_video",), context.videos, context.renderer.contract)
     start, end = clip.window
     parts = attempt.fill("shown", count=str(len(clip.frames)), start=f"{start:.1f}", end=f"{end:.1f}")
-    return [clip.frames, *parts], clip.window, "".join(parts)
+    return Shown([clip.frames, *parts], clip.window, "".join(parts))
 
 
 # ------------------------------------------------------------------------------------------------ video_zoomer
@@ -370,21 +382,20 @@ ZOOM_END = "</video_zoom>"
 
 def _video_zoomer(attempt: Attempt) -> str | None:
     """The model may request a segment and a frame rate: a user turn shows it the frames."""
-    main = attempt.episode.main = attempt.open_conversation()
-    texts = [attempt.sample(ZOOM_END)]
-    for turn in range(ZOOM_TURNS - 1):
-        call = parse_zoom(texts[-1], turn)
-        if not call or main.finish == "length":
-            break
-        shown = attempt.run_call(call, _zoom)
-        failed = attempt.episode.calls[-1].error
-        parts = attempt.fill("failed", error=shown) if failed else attempt.fill("found", frames=shown)
-        if turn == ZOOM_TURNS - 2:
-            parts += attempt.fill("last")
-        if not attempt.append_message([parts], "user"):
-            break
-        texts.append(attempt.sample(ZOOM_END))
+    texts = attempt.converse(ZOOM_TURNS, _show_segment, closing=ZOOM_END)
     return unboxed(last_answer("\n".join(texts)) or "")
+
+
+def _show_segment(attempt: Attempt, text: str, turn: int) -> list[list]:
+    call = parse_zoom(text, turn)
+    if not call:
+        return []
+    shown = attempt.run_call(call, _zoom)
+    failed = attempt.episode.calls[-1].error
+    parts = attempt.fill("failed", error=shown) if failed else attempt.fill("found", frames=shown)
+    if turn == ZOOM_TURNS - 2:
+        parts += attempt.fill("last")
+    return [parts]
 
 
 def parse_zoom(text: str, turn: int) -> Call | None:
@@ -409,20 +420,17 @@ def _zoom(attempt: Attempt, call: Call) -> Shown:
         raise ToolError("bad_arguments", f"At most {ZOOM_FRAMES} frames: take a shorter segment or a lower fps.")
     window = within(attempt.info, start, end)
     if wanted < 1:
-        return [], window, ""
+        return Shown([], window)
     first, last = (int(np.abs(attempt.info.times - t).argmin()) for t in window)
     chosen = np.linspace(first, last, int(wanted)).round().astype(int).tolist()
-    return [attempt.decode(chosen)], window, ""
+    return Shown([attempt.decode(chosen)], window)
 
 
 # Each function adds turns to the episode and returns the text to grade.
-FLOWS = {"conan": _conan, "longvt": _longvt, "video_zoomer": _video_zoomer}
+FLOWS = {"agent": _agent, "conan": _conan, "longvt": _longvt, "video_zoomer": _video_zoomer}
 
 
 # ------------------------------------------------------------------------------------------------ the texts
-
-# The places that every text may use, in addition to those in our own text of that name.
-PLACES = {"question", "stem", "options", "caption", "path", "duration", "minutes", "clock"}
 
 
 @functools.cache
@@ -435,13 +443,4 @@ def read_words(protocol: str, prompt_file: str) -> dict[str, str]:
     for name, text in theirs.items():
         if name not in ours or not isinstance(text, str):
             raise ValueError(f"{prompt_file}: {name!r} must be a string and a text of {protocol!r}: {', '.join(ours)}")
-        places = PLACES | places_in(ours[name])
-        unknown = places_in(text) - places
-        if unknown:
-            rule = f"only {', '.join(sorted(places))}. Write {{{{word}}}} for a word in braces"
-            raise ValueError(f"{prompt_file}: {name!r} of {protocol!r} cannot use {', '.join(sorted(unknown))}, {rule}")
     return ours | theirs
-
-
-def places_in(text: str) -> set[str]:
-    return {piece[1:-1] for piece in PLACE.findall(text) if not piece.startswith("{{")}

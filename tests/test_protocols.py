@@ -31,12 +31,12 @@ TASK = Task("t1", "Who?\nA. he\nB. she", ("/data/v.mp4",), "mcq", "B", ("he", "s
 END = "<|im_end|>"
 PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 PROTOCOLS = get_args(Protocol)
-ONE_TURN = [name for name in PROTOCOLS if name != "agent" and name not in protocols.FLOWS]
+ONE_TURN = [name for name in PROTOCOLS if name not in protocols.FLOWS]
 # Short texts, so that whole prompts can be written down here. Past bug: Conan's second prompt said `{question}`.
 SHORT = {"user": "{frames}|{question}|{request}", "mcq": "M"}
 TERSE = {
     "direct": SHORT,
-    "conan": SHORT | {"more": "{frames}|{{more}} of {question}", "last": "{frames}|last"},
+    "conan": SHORT | {"more": "{frames}|{more} of {question}", "last": "{frames}|last"},
     "longvt": SHORT | {"user": "{frames}|{question}|{request}|{path}", "shown": "{count}, {start} to {end} of {duration}"},
     "video_zoomer": SHORT | {
         "system": "S", "found": "<tool_response>{frames}</tool_response>|go on, {path}",
@@ -65,7 +65,7 @@ class Model(Scripted):
 
 def contract_of(protocol: str) -> VisualContract:
     """Return the tests' small contract, with the stamps and the crops of the protocol's own row if it has one."""
-    if protocol not in protocols.FLOWS:
+    if protocol in ("agent", *ONE_TURN):
         return CONTRACT
     visual = config.load(EvalConfig, REPO / "configs" / "eval" / f"{protocol}.yaml").visual
     return dataclasses.replace(CONTRACT, stamp=visual.stamp, crop_max_frames=visual.crop_max_frames)
@@ -418,7 +418,7 @@ PIECES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("protocol", ["agent", "direct", "think", *protocols.FLOWS])
+@pytest.mark.parametrize("protocol", ["direct", "think", *protocols.FLOWS])
 def test_nothing_that_a_model_says_raises(ask, renderer, protocol):
     rng = random.Random(protocol)
     for _ in range(15):
@@ -430,16 +430,11 @@ def test_nothing_that_a_model_says_raises(ask, renderer, protocol):
 # ---- settings
 
 
-def test_texts_and_places_that_a_protocol_does_not_have_are_refused(tmp_path):
-    """Past bug: the model read an unknown {place} literally."""
-    for protocol, text, rule in (
-        ("think", "systm: x", "'systm' must be a string and a text of 'think'"),
-        ("conan", "user: '{frames} {qestion}'", "'user' of 'conan' cannot use qestion"),
-    ):
-        file = tmp_path / f"{protocol}.yaml"
-        file.write_text(text)
-        with pytest.raises(ValueError, match=rule):
-            Prompting(protocol, str(file))
+def test_a_text_that_a_protocol_does_not_have_is_refused(tmp_path):
+    file = tmp_path / "think.yaml"
+    file.write_text("systm: x")
+    with pytest.raises(ValueError, match="'systm' must be a string and a text of 'think'"):
+        Prompting("think", str(file))
 
 
 def test_a_kind_may_have_a_template_of_its_own(ask):
