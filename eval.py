@@ -275,12 +275,8 @@ def as_trained(rollout: RolloutConfig, folder: Path) -> RolloutConfig:
     return replace(rollout, think_prefix=trained.get("think_prefix", False))
 
 
-# ------------------------------------------------------------------------------------------------ names
-
-SIZES = {
-    "ParaVT-8B": "Qwen/Qwen3-VL-8B-Instruct",
-    "Qwen2.5-VL-7B": "Qwen/Qwen2.5-VL-7B-Instruct",
-}  # row of the paper's table -> a checkpoint of that size
+# Rows of the paper's table, and checkpoints of their sizes.
+SIZES = {"ParaVT-8B": "Qwen/Qwen3-VL-8B-Instruct", "Qwen2.5-VL-7B": "Qwen/Qwen2.5-VL-7B-Instruct"}
 
 
 def with_names(cfg: EvalConfig) -> EvalConfig:
@@ -338,11 +334,10 @@ def prepare(cfg: EvalConfig, dry: bool = False) -> tuple[list[Job], Path | None,
     refuse_other_run(cfg)
     if folder:
         refuse_other_weights(Path(cfg.run), folder, f"checkpoint = {cfg.checkpoint!r}")
-    any_left = items_are_left(jobs)
     passed(f"run: {cfg.run}", dry)
 
     # The model and the judge, if there is something to ask.
-    if any_left:
+    if items_are_left(jobs):
         require_engine(cfg, folder)
         passed("model and judge", dry)
     return jobs, folder, renderer

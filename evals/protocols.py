@@ -147,7 +147,7 @@ class Shown(NamedTuple):
     """What a call shows to the model."""
 
     parts: list  # of a message
-    window: tuple[float, float]
+    window: tuple[float, float] | None = None  # seconds
     text: str = ""  # for the record of the call
 
 
@@ -236,22 +236,21 @@ class Attempt:
         """Run and record one call. Return what the model reads: the parts that `work` shows, or the text of an error. A call
         that failed has no window."""
         started = time.perf_counter()
-        parts = []
-        window = None
-        text = call.text
+        shown = Shown([call.text], text=call.text)
         error = call.error
         try:
             if not error:
-                parts, window, text = work(self, call)
+                shown = work(self, call)
         except ToolError as problem:
             error = problem.kind
-            text = str(problem)
+            shown = Shown([str(problem)], text=str(problem))
         except VideoError:
             error = "failed"
             text = "The tool failed: it could not read this part of the video."
-        call = replace(call, window=window, text=text, error=error, seconds=time.perf_counter() - started)
-        self.episode.calls.append(call)
-        return [text] if error else parts
+            shown = Shown([text], text=text)
+        seconds = time.perf_counter() - started
+        self.episode.calls.append(replace(call, window=shown.window, text=shown.text, error=error, seconds=seconds))
+        return shown.parts
 
     def decode(self, indices: Sequence[int]) -> Clip:
         """Decode the frames that a tool shows."""
@@ -277,12 +276,11 @@ def within(info: VideoInfo, start: float, end: float) -> tuple[float, float]:
 
 def _agent(attempt: Attempt) -> str | None:
     """Run our agent as in training. Its prompt has the request in place of the question."""
-    context = attempt.context
-    task = attempt.episode.task
-    k = attempt.episode.k
-    prompt = render_prompt(replace(task, question="".join(attempt.values["request"])), k, context)
-    attempt.episode = run_episode(context, task, k, prompt, attempt.episode.seed)
-    return final_answer(turn_texts(attempt.episode.main, context.renderer))
+    episode = attempt.episode
+    asked = replace(episode.task, question="".join(attempt.values["request"]))
+    prompt = render_prompt(asked, episode.k, attempt.context)
+    attempt.episode = run_episode(attempt.context, episode.task, episode.k, prompt, episode.seed)
+    return final_answer(turn_texts(attempt.episode.main, attempt.context.renderer))
 
 
 def _one_turn(attempt: Attempt) -> str | None:

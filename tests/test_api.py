@@ -165,8 +165,6 @@ def test_a_misspelled_override_does_not_repeat_the_key():
         ("api.keys=sk-4f9", "api.keys: unknown key; did you mean api.key?"),
         ("api={key: sk-4f9", "the value must be YAML"),
         ("api=sk-4f9", "api: must be a mapping, not str"),
-        ("api.key=[sk-4f9]", "api.key: must be str, not list"),
-        ("api.key.x=sk-4f9", "key must be a mapping"),
         ("api.key:sk-4f9", "override api.key: write it as key.sub=value"),
     ):
         with pytest.raises(config.ConfigError, match=rule) as error:
@@ -189,6 +187,7 @@ def theirs(toy_dir, tmp_path):
     return make
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_an_evaluation_of_an_api_that_hangs(endpoint, theirs, tmp_path):
     """Past bug: at its exit, Python waited for all threads, and each waited for the API. It ended after 75 s."""
     there = endpoint("yes")
@@ -218,20 +217,13 @@ def test_an_evaluation_heeds_the_bound_and_writes_the_key_nowhere(
     assert len(written) == 5 and not any(KEY in path.read_text() for path in written) and KEY not in told.out + told.err
     evaluation.main(cfg)
     assert len(there.bodies) == 10  # answered items are not asked again, and once all are answered, nothing is
-    # Another API or other parameters would give other results.
-    for override, rule in (
-        ("api.url=http://127.0.0.1:9/v1", "api.url: .*, now 'http://127.0.0.1:9/v1'"),
-        ("api.parameters={max_tokens: 9}", "api.parameters.max_tokens: None, now 9"),
-    ):
-        refused(theirs(there, override), f"belongs to a run with other settings.*{rule}")
-    # Without its URL or its key, nothing starts.
-    there.shutdown()
-    there.server_close()
-    cfg = theirs(there, f"run={tmp_path}/another")
-    refused(cfg, f"'m' fails a first small request: {there.url}: .*refused")
+    # Another API would give other results.
+    rule = "belongs to a run with other settings.*api.url: .*, now 'http://127.0.0.1:9/v1'"
+    refused(theirs(there, "api.url=http://127.0.0.1:9/v1"), rule)
+    # Without its key, nothing starts.
     monkeypatch.delenv(NAME)
     with pytest.raises(config.ConfigError, match=f"key = '{NAME}': this environment variable is not set"):
-        evaluation.main(cfg)
+        evaluation.main(theirs(there, f"run={tmp_path}/another"))
     assert not (tmp_path / "another").exists()
 
 
@@ -246,14 +238,14 @@ def test_a_wrong_key_model_or_account_is_found_before_the_first_item(endpoint, t
 
 def test_refusals_are_counted_apart_and_asked_again(endpoint, theirs, tmp_path, capsys):
     there = endpoint("yes", says("stop", refusal="No."), "red")
-    assert evaluation.main(theirs(there, "rollout.concurrency=1")) == 0
+    assert evaluation.main(theirs(there, "rollout.concurrency=1", "limit=2")) == 0
     results = read_results(tmp_path / "run" / "toy-K4-direct.jsonl")
-    assert sorted(record["error"] for record in results.records) == 7 * [""] + ["Refusal: No."]
+    assert sorted(record["error"] for record in results.records) == ["", "Refusal: No."]
     rates = costs(results)
-    assert (rates["refused_rate"], rates["error_rate"], rates["unparsed_rate"]) == (12.5, 0, 0)
-    evaluation.main(theirs(there))
+    assert (rates["refused_rate"], rates["error_rate"], rates["unparsed_rate"]) == (50, 0, 0)
+    evaluation.main(theirs(there, "limit=2"))
     results = read_results(tmp_path / "run" / "toy-K4-direct.jsonl")
-    assert len(there.bodies) == 9 + 2 and not costs(results)["refused_rate"]
+    assert len(there.bodies) == 3 + 2 and not costs(results)["refused_rate"]
 
 
 # ------------------------------------------------------------------------------------------------ the judge
