@@ -28,6 +28,10 @@ from runtime.dataset import DataError
 from runtime.visual import VisualContract, read_json
 
 PUBLISHED_FILE = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
+RECORD = (  # fields of each line that the tables read
+    "id", "videos", "kind", "tagged", "prediction", "score", "judged", "calls", "turns", "tokens", "subagent_tokens",
+    "truncated", "seconds", "error",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,13 @@ def read_results(path: Path) -> Results:
     records = []
     for number, line in enumerate(whole_lines(path), start=1):
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
-            raise DataError(f"{path}: line {number} is no result: delete the line, and run again") from None
+            record = None
+        if not isinstance(record, dict) or not record.keys() >= set(RECORD):
+            advice = "delete the line if it is damaged, or the folder if an older version of this code wrote it"
+            raise DataError(f"{path}: line {number} is no result: {advice}, and run again")
+        records.append(record)
     split, k, arm = path.stem.rsplit("-", 2)
     return Results(split, int(k.removeprefix("K")), arm, records)
 

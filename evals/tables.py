@@ -1,12 +1,13 @@
 """tables.py: print the results of eval.py as Markdown tables, with the published values beside them.
 
-    python eval.py table runs/eval/* [--baseline NAME] [--tagged]
+    python eval.py table runs/eval/* [--baseline NAME] [--by duration] [--tagged]
     python eval.py ablation runs/NAME_8b runs/eval/own/NAME_8b     # where the trainings and the evaluations are
     python eval.py ablation runs/toy/NAME runs/toy/eval/NAME       # the same tables of the toy
 
 `table` has one row per model, arm and K. Runs of one `name` share a row, and so do the K of the paper's table, where Charades has
 its own. A cell has the score and the gain over the baseline; an unfinished score says `n of N`. Errors count as wrong. Below a
-model are the published scores of its finished splits. A second table has the costs per item.
+model are the published scores of its finished splits. A second table has the costs per item; --by splits the scores by a field
+of the records.
 
 `ablation` has the paper's three ablation tables. NAME stands for grpo, paragrpo and so on: `run` and `eval` of the rows in
 configs/eval/published.yaml. What is missing is an empty cell.
@@ -54,8 +55,8 @@ others. Answers in prose also count as right, as in the published run; with --ta
 Models of other authors are asked with our prompts, unless their run names a prompt_file."""
 
 
-def all_tables(runs: Sequence[str | Path], baseline: str = "", tagged: bool = False) -> str:
-    """Write both tables as Markdown. `tagged`: only tagged answers count as right."""
+def all_tables(runs: Sequence[str | Path], baseline: str = "", by: str = "", tagged: bool = False) -> str:
+    """Write all tables as Markdown. `tagged`: only tagged answers count as right."""
     all_results = read_runs(runs)
     if tagged:
         all_results = [only_tagged(results) for results in all_results]
@@ -64,7 +65,10 @@ def all_tables(runs: Sequence[str | Path], baseline: str = "", tagged: bool = Fa
     if baseline not in names:
         raise DataError(f"--baseline {baseline!r}: no results have that name; {suggest(baseline, names)}")
     all_results.sort(key=lambda r: (names.index(r.name), r.arm != "parallel", r.arm, r.k))
-    return scores_table(all_results, baseline) + "\n\n" + costs_table(all_results)
+    parts = [scores_table(all_results, baseline), costs_table(all_results)]
+    if by:
+        parts.append(breakdown_table(all_results, by))
+    return "\n\n".join(parts)
 
 
 def only_tagged(results: Results) -> Results:
@@ -146,13 +150,28 @@ def costs_table(all_results: Sequence[Results]) -> str:
     """Write the cost per item, and all figures of the split."""
     rows = []
     for results in all_results:
-        row = {"model": results.name, "arm": results.arm, "K": results.k, "split": results.split}
-        row["items"] = len(results.records)
+        row = first_cells(results) | {"items": len(results.records)}
         for name, value in costs(results).items():
             row[name] = f"{value:.2f}"
         row["figures"] = ", ".join(f"{name} {value:.1f}" for name, value in results.figures().items())
         rows.append(row)
     return markdown("### Per item", list(rows[0]), rows)
+
+
+def breakdown_table(all_results: Sequence[Results], by: str) -> str:
+    """Write the scores of the items with each value of a field of the records."""
+    rows = []
+    for results in all_results:
+        parts = defaultdict(list)  # value -> records
+        for record in results.records:
+            if record.get(by) not in (None, ""):
+                parts[str(record[by])].append(record)
+        for value, records in sorted(parts.items()):
+            score = replace(results, records=records).score()
+            rows.append(first_cells(results) | {by: value, "items": len(records), "score": f"{score:.1f}"})
+    if not rows:
+        raise DataError(f"--by {by}: no record has that field; those of VideoMME have duration")
+    return markdown(f"### By {by}", list(rows[0]), rows)
 
 
 # ------------------------------------------------------------------------------------------------ the ablation tables
@@ -230,6 +249,10 @@ def markdown(title: str, header: Sequence[str], rows: Sequence[dict[str, Any]]) 
     return "\n".join([title, "", lines[0], rule, *lines[1:]])
 
 
+def first_cells(results: Results) -> dict[str, Any]:
+    return {"model": results.name, "arm": results.arm, "K": results.k, "split": results.split}
+
+
 def score_cell(results: Results) -> str:
     """Write the score in percent, and of how many items it is if some are missing."""
     if not headline(results.split, results.records):
@@ -293,6 +316,7 @@ def main(arguments: Sequence[str]) -> None:
     table = commands.add_parser("table")
     table.add_argument("runs", nargs="+", help="folders of results")
     table.add_argument("--baseline", default="", help="the model that gains are measured against (default: the first)")
+    table.add_argument("--by", default="", help="also print scores by this field of the records, such as duration")
     table.add_argument("--tagged", action="store_true", help="count only answers in the protocol's own form as right")
     ablation = commands.add_parser("ablation")
     ablation.add_argument("trainings", help="their folders, with NAME in place of the row's name")
@@ -300,7 +324,7 @@ def main(arguments: Sequence[str]) -> None:
     args = parser.parse_args(arguments)
     try:
         if args.command == "table":
-            text = all_tables(args.runs, args.baseline, args.tagged)
+            text = all_tables(args.runs, args.baseline, args.by, args.tagged)
         else:
             text = ablation_tables(args.trainings, args.evaluations)
     except (ConfigError, DataError) as error:

@@ -36,6 +36,7 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -338,8 +339,14 @@ def save_state(folder: str | Path, policy: nn.Module, optimizer: Optimizer, step
 def load_state(folder: str | Path, policy: nn.Module, optimizer: Optimizer) -> int:
     """Load the newest complete state. Return its step, or 0 if there is none."""
     states = _states(Path(folder))
-    if states:
+    if not states:
+        return 0
+    try:
         dcp.load(_state(policy, optimizer), checkpoint_id=states[-1], **_group())
+    except (Exception, CheckpointException) as error:  # unpickling a damaged file can raise anything
+        cause = f"{type(error).__name__}: {error}".splitlines()[-1]  # of a rank's traceback: its last line
+        then = f"resume from {states[-2].name}" if states[1:] else "start again"
+        raise ConfigError(f"{states[-1]} cannot be read ({cause}); if it is damaged, delete it to {then}") from None
     return saved_step(folder)
 
 

@@ -142,6 +142,23 @@ def test_a_kill_at_any_moment_leaves_a_whole_state(tmp_path):
     raise AssertionError("no kill fell into a save: make the states larger")
 
 
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("harm", [cut, Path.unlink], ids=["cut", "gone"])
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_damaged_newest_state_is_told_beside_the_one_before(tmp_path, name, harm):
+    """Past bug: a traceback of two pages, although `keep: 2` had kept a good state."""
+    model, optimizer = small()
+    for step in (2, 4):
+        save_state(tmp_path, model, optimizer, step)
+    harm(tmp_path / "step-00000004" / name)
+    told = r"/step-00000004 cannot be read \(.+\); if it is damaged, delete it to resume from step-00000002$"
+    with pytest.raises(ConfigError, match=told):
+        load_state(tmp_path, model, optimizer)
+
+
 def test_weights_that_are_not_finite_are_neither_saved_nor_exported_nor_loaded(path, tmp_path):
     """Past bug: they were saved, replaced the good states, and became the run's result."""
     policy, optimizer = fresh(path)

@@ -450,6 +450,23 @@ def test_a_gain_is_over_the_same_number_of_frames_or_else_over_the_baselines_fir
         assert cell.startswith(f"100.0, {gain} [")
 
 
+def test_results_of_an_older_version_are_refused_with_one_sentence(write, model, tmp_path, refused):
+    model(says("red"))
+    run(write())
+    file = results_file(tmp_path)
+    file.write_text('{"name": "toy", "split": "toy", "weights": "abc", "total": 8}\n' + file.read_text())
+    refused(load(write()), "line 1 is no result: delete the line if it is damaged, or the folder if an older version")
+
+
+def test_scores_are_broken_down_by_a_field_of_the_rows(tmp_path):
+    rows = [line(str(i), int(score), duration=size) for i, (score, size) in enumerate(zip("1101", "sslz"))]
+    write_results(tmp_path, "videomme", [*rows, line("4", 1)], total=2700)  # the last has none
+    found = sections(tables.all_tables([tmp_path], by="duration"))["By duration"]
+    assert [row[4:] for row in found[2:]] == [["l", "1", "0.0"], ["s", "2", "100.0"], ["z", "1", "100.0"]]
+    with pytest.raises(DataError, match="--by topic: no record has that field; those of VideoMME have duration"):
+        tables.all_tables([tmp_path], by="topic")
+
+
 def test_a_damaged_line_is_named(tmp_path):
     for damage in ('{"id": "0", "sc', ""):
         path = write_results(tmp_path, "lvbench", lines("10"))
