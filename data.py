@@ -134,17 +134,19 @@ def _read_gold(answer: Any, kind: str) -> str:
 def _read_choice(gold: str, options: tuple[str, ...], question: str) -> tuple[str, tuple[str, ...]]:
     """Return the gold letter of an mcq, and its options: those of the row, or those that its question lists, as in published
     rows. The gold is the text of one option, or begins with a letter."""
+    # Only the row's own options limit the letter, because a list in the question may be another list.
     allowed = LETTERS[: len(options) or None]
-    options = options or listed_options(question)
+    shown = options or listed_options(question)
     label = re.match(r"\(?([A-J])(?:[.):]|$)", gold, re.I)  # "B", "(b)", "B. A dog"; but not "A dog"
     letter = label[1].upper() if label else ""
-    if options.count(gold) == 1 and gold.upper() not in tuple(LETTERS):
-        letter = LETTERS[options.index(gold)]
+    if shown.count(gold) == 1 and gold.upper() not in tuple(LETTERS):
+        letter = LETTERS[shown.index(gold)]
     if not letter or letter not in allowed:
         rule = f"must begin with a letter of {allowed}, as in (B), or be the text of one option"
         raise RowError(f"answer = {gold!r}: the answer of an mcq {rule}")
-    # A list in the question that lacks the gold letter is another list.
-    return letter, options if letter in LETTERS[: len(options)] else ()
+    if letter not in LETTERS[: len(shown)]:
+        shown = ()
+    return letter, shown
 
 
 def read_options(options: Any) -> tuple[str, ...]:
@@ -176,7 +178,7 @@ def _first_line(text: str) -> str:
     return text.strip().split("\n")[0].strip(" \t;,")
 
 
-@functools.cache  # so an unknown type is reported once
+@functools.cache  # the cache makes each unknown type log once per process
 def _read_kind(question_type: str) -> str:
     """Return a question's kind. As in the release, a question of an unknown type is open-ended."""
     kind = KINDS.get(re.sub("[- ]", "_", question_type.lower()))
@@ -185,8 +187,12 @@ def _read_kind(question_type: str) -> str:
     return kind or "oe"
 
 
+# ------------------------------------------------------------------------------------------------ nFrames gating
+
+
 def draw_k(task_id: str, epoch: int, choices: Sequence[int], seed: int = 0) -> int:
-    """Draw K ~ Uniform(choices) for nFrames gating. All processes, and all episodes of the task's group, get the same K."""
+    """Draw K. All processes, and all episodes of the task's group, get the same one."""
+    # K ~ Uniform(choices). The hash of seed, epoch and task stands in for a random number.
     digest = hashlib.sha256(f"{seed}/{epoch}/{task_id}".encode()).digest()
     return choices[int.from_bytes(digest[:8], "big") % len(choices)]
 
@@ -311,6 +317,7 @@ def _read_media(part: dict, root: Path) -> Media:
 def _place_media(contents: list[tuple[str, list]], row: dict, root: Path) -> list[tuple[str, list]]:
     """Put media from columns where the messages show them. In the layout of ms-swift and LLaMA-Factory, each `<video>` of a
     user or tool turn is the next entry of `videos`, and each `<image>` of `images`. Refuse media that no message shows."""
+    # Refuse columns that SFT cannot show.
     for column in ("objects", "audios"):
         entries = row.get(column)
         if any(entries.values()) if isinstance(entries, dict) else entries:  # {"bbox": []} has none
@@ -325,6 +332,7 @@ def _place_media(contents: list[tuple[str, list]], row: dict, root: Path) -> lis
                 raise RowError(f"{entry.path}: in a column of the row, but no message shows it; add it to a message")
         return contents
 
+    # Each placeholder needs its entry.
     asked = "\n".join(part for role, parts in contents if role in ("user", "tool") for part in parts)
     for placeholder, entries in media.items():
         count = asked.count(placeholder)
@@ -334,6 +342,8 @@ def _place_media(contents: list[tuple[str, list]], row: dict, root: Path) -> lis
                 f"{count} {placeholder} in user and tool turns, but `{column}` names {len(entries)}: "
                 f"write one {placeholder} for each"
             )
+
+    # Replace the placeholders in order.
     placed = []
     for role, parts in contents:
         if role in ("user", "tool"):

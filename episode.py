@@ -2,7 +2,8 @@
 
     Task -> Trajectory (an agent's exact tokens) -> Episode (main agent, sub-agents, calls) -> Group (G episodes, one K)
 
-    dump(episode, file, renderer.readable);  load_episodes(path) -> episodes     # one line of JSON is one episode
+    keep_episodes(groups, renderer.readable, path)                 # one line of JSON per episode; `dump` writes one
+    load_episodes(path) -> episodes
 
 rl.py and eval.py write episodes to RUN/episodes/, and `study.ask --trace` to a file. `study.report` shows them. This file
 imports only Clip, so every other file may import it.
@@ -73,7 +74,8 @@ CALL_ERRORS = ("unparseable", "unknown_tool", "bad_arguments", "over_limit", "ti
 
 @dataclass(frozen=True)
 class Call:
-    """One tool call of the main agent. rollout.run_calls returns each call with its outcome: the fields from `text` on."""
+    """One tool call of the main agent. rollout.run_calls fills the fields from `text` on. If the call cannot be parsed,
+    runtime/calls.py has already filled `text` and `error`."""
 
     turn: int  # the assistant's turn that makes the call; 0 is the first
     name: str  # name and arguments are as the model wrote them
@@ -92,7 +94,7 @@ class Episode:
     task: Task
     k: int  # requested overview frames; a shorter video has fewer
     main: Trajectory
-    calls: list[Call] = field(default_factory=list)  # calls whose results the main agent read, in call order
+    calls: list[Call] = field(default_factory=list)  # in call order; rollout.py leaves out those whose results had no room
     seed: int = 0
     seconds: float = 0.0  # wall-clock
     # "" if it ran, else RowError, VideoError, EngineError, Refusal (of an API), Stopped or JudgeError
@@ -145,19 +147,19 @@ NO_PIXELS = np.zeros((0, 0, 0, 3), np.uint8)
 def dump(episode: Episode, file: TextIO, readable: Callable[[list[int]], str]) -> None:
     """Write an episode as one line of JSON: exact ids, their text, and the times of its frames, but no pixels.
     `readable(ids)` returns the text."""
-
-    def record_of(trajectory: Trajectory) -> dict:
-        text = readable(trajectory.ids)
-        prompt_clips = [clip.times for clip in trajectory.prompt_clips]
-        call_clips = [clip.times for clip in trajectory.call_clips]
-        return vars(trajectory) | {"prompt_clips": prompt_clips, "call_clips": call_clips, "text": text}
-
     calls = []
     for call in episode.calls:
-        calls.append(vars(call) | {"subagent": call.subagent and record_of(call.subagent)})
-    record = vars(episode) | {"task": vars(episode.task), "main": record_of(episode.main), "calls": calls}
+        calls.append(vars(call) | {"subagent": call.subagent and record_of(call.subagent, readable)})
+    record = vars(episode) | {"task": vars(episode.task), "main": record_of(episode.main, readable), "calls": calls}
     file.write(json.dumps(record) + "\n")
     file.flush()
+
+
+def record_of(trajectory: Trajectory, readable: Callable[[list[int]], str]) -> dict:
+    text = readable(trajectory.ids)
+    prompt_clips = [clip.times for clip in trajectory.prompt_clips]
+    call_clips = [clip.times for clip in trajectory.call_clips]
+    return vars(trajectory) | {"prompt_clips": prompt_clips, "call_clips": call_clips, "text": text}
 
 
 def keep_episodes(groups: Sequence[Group], readable: Callable[[list[int]], str], path: Path) -> None:
@@ -181,12 +183,12 @@ def episode_of(record: dict) -> Episode:
     calls = []
     for call in record["calls"]:
         window = call["window"] and tuple(call["window"])
-        subagent = call["subagent"] and _trajectory_of(call["subagent"])
+        subagent = call["subagent"] and trajectory_of(call["subagent"])
         calls.append(Call(**call | {"window": window, "subagent": subagent}))
-    return Episode(**record | {"task": task, "main": _trajectory_of(record["main"]), "calls": calls})
+    return Episode(**record | {"task": task, "main": trajectory_of(record["main"]), "calls": calls})
 
 
-def _trajectory_of(record: dict) -> Trajectory:
+def trajectory_of(record: dict) -> Trajectory:
     fields = {name: value for name, value in record.items() if name != "text"}
     for name in ("prompt_clips", "call_clips"):
         fields[name] = [Clip(NO_PIXELS, tuple(times)) for times in record[name]]

@@ -16,7 +16,7 @@ Deliberately missing, though GRPO implementations often have it:
 - a value model, and rewards for parts of an episode
 - a mean per episode before the mean over episodes: here every token of the batch has the same weight
 - one ratio per sequence instead of one per token
-- resampling of flat groups: here they are skipped and counted
+- resampling of flat groups: here they are counted, and skipped if there is no KL
 - a KL inside the reward, an adaptive beta, a moving reference, an entropy bonus, a length penalty
 """
 
@@ -236,8 +236,8 @@ def accumulate(
 
     `temperature`: the one at which the tokens were sampled."""
     # L = sum of l_i,t over all sampled tokens of all ranks / their number
-    sums = {"tokens": 0.0, "loss": 0.0, "logprob_gap": 0.0, "entropy": 0.0}  # a rank without groups has these, too
-    gaps = [0.0]
+    sums = {"tokens": 0.0, "loss": 0.0, "logprob_gap": 0.0, "entropy": 0.0}  # also on a rank without groups
+    largest_gap = 0.0
     for micro in micro_batches(train_groups, cfg.train_tokens):
         losses, stats = micro_batch_losses(policy, reference, micro, temperature, cfg)
         loss = losses.sum() / total_tokens
@@ -247,14 +247,14 @@ def accumulate(
         sums["loss"] += loss.item()
         for name, values in stats.items():
             sums[name] = sums.get(name, 0.0) + values.sum().item()
-        gaps += stats["logprob_gap"].tolist()
+        largest_gap = np.max([largest_gap, *stats["logprob_gap"].tolist()])  # NaN if any gap is NaN
 
     # Average over the tokens of all ranks. The loss is already a mean.
-    sums = sum_over_ranks(sums)
-    learned_tokens = sums.pop("tokens")
-    loss = sums.pop("loss")
-    measured = {name: value / max(1.0, learned_tokens) for name, value in sums.items()}
-    measured["logprob_gap_max"] = float(np.max(gather(np.max(gaps))))  # NaN if any gap is NaN
+    totals = sum_over_ranks(sums)
+    learned_tokens = totals.pop("tokens")
+    loss = totals.pop("loss")
+    measured = {name: value / max(1.0, learned_tokens) for name, value in totals.items()}
+    measured["logprob_gap_max"] = float(np.max(gather(largest_gap)))
     return measured | {"loss": loss, "learned_tokens": learned_tokens}
 
 

@@ -3,8 +3,8 @@
     add_format_metrics(groups, renderer, cfg)    # into the episodes' rewards: their tags, and f on the paper's scale
     describe(groups, ks, step)                   # means over all ranks: rewards, calls, reports, lengths
 
-grpo.accumulate measures the update (loss, KL, entropy, log-prob gaps), and runtime/run.py the speed. The latter also writes all
-of it to RUN/metrics.jsonl.
+grpo.accumulate measures the update (loss, KL, entropy, log-prob gaps), and runtime/run.py the speed. run.py
+writes everything to RUN/metrics.jsonl.
 """
 
 import contextlib
@@ -75,11 +75,11 @@ def add_calls(seen: dict[str, list[float]], episode: Episode, error_kinds: set[s
     """Add an episode's calls and their reports to the metrics."""
     for name in TOOLS:
         seen[f"calls/{name}"].append(sum(call.name == name and not call.error for call in episode.calls))
-    ran = []  # the calls that ran before
+    made_before = []
     for call in episode.calls:
         if not call.error:
-            seen["calls/distinct"].append((call.name, call.arguments) not in ran)
-            ran.append((call.name, call.arguments))
+            seen["calls/distinct"].append((call.name, call.arguments) not in made_before)
+            made_before.append((call.name, call.arguments))
         for kind in error_kinds:
             seen[f"call_errors/{kind}"].append(call.error == kind)
         if call.subagent:  # a good report ends by itself, is short and has no tags
@@ -92,7 +92,7 @@ def add_calls(seen: dict[str, list[float]], episode: Episode, error_kinds: set[s
 
 
 def add_format_metrics(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig) -> None:
-    """Add the metrics that no reward needs to the rewards of every episode that ran, where its record shows them."""
+    """Add the metrics that no reward needs to the rewards of every episode that ran, because records keep the rewards."""
     for group in groups:
         for episode in group.ran:
             episode.rewards |= format_metrics(episode, renderer, cfg)

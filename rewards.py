@@ -72,8 +72,8 @@ class RewardConfig:
     untagged_answer: Literal["off", "stated", "fallback", "prose"] = "off"
     """The answer of a last turn without a complete <answer>. off: none. stated: the text after "answer is" or "answer:", even in
     a thought that is never closed; the toy's accuracy-only runs need it. fallback: the text after the thought, or of it what
-    follows "answer is", much as in the release. prose, in evaluation only: all text after the thought, or of a thought that is
-    never closed what follows "answer is"."""
+    follows "answer is", much as in the release; without </think>, only the turn's last line. prose, in evaluation only: all
+    text after the thought, or of a thought that is never closed what follows "answer is"."""
     judge: Api = Api(key="", timeout=30.0)
     """The chat endpoint that grades open answers, for open_answer = judge."""
 
@@ -100,7 +100,7 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
     _, acc = score_answer(answer, task.kind, task.answer, task.options, cfg.open_answer, ask)
     tool = tool_reward(episode, acc)
 
-    # Score the format. Without a call, R_fmt is at most 0.8.
+    # Score the format. Without a call, R_fmt is at most 0.8, or 0.7 with the plain weights.
     # R_fmt = min(0.9, s)                     + 0.1 * [flawless]
     # f     = min(0.9, s + lambda * R_anchor) + 0.1 * [flawless]
     tagged = bool(final_answer(texts))
@@ -144,6 +144,7 @@ def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig,
 
     # A judge takes seconds per answer. No `with`: at Ctrl-C it would wait for a silent judge.
     pool = ThreadPoolExecutor(16)
+    # list: raise here what a thread raised.
     list(pool.map(give, [episode for group in groups for episode in group.ran]))
 
 

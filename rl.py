@@ -120,7 +120,6 @@ class RLConfig(RunConfig):
         return self.rollout.schemas
 
 
-# The metrics on the console.
 SHOWN = (
     "R", "R_acc", "f", "well_formed", "kappa", "call_errors/crashed", "loss", "kl", "entropy", "logprob_gap", "grad_norm",
     "seconds",
@@ -205,6 +204,7 @@ def train(
         # Evaluate, and gather what this step measured.
         measured |= describe(groups, cfg.choices_of_k, step)
         tokens = sum(len(group.bundle) for group in train_groups)
+        # `seconds` ends with the sync: it includes no evaluation, log or save.
         measured |= speed(policy.cfg, tokens, clock.seconds["train_seconds"]) | clock.seconds
         measured |= sum_over_ranks({"bad_rows": len(sampler.dataset.bad)})
         if cfg.rollout.uses_servers:
@@ -343,7 +343,8 @@ GAP_LIMIT = 0.5  # largest mean |trainer's - engine's log-prob|: rounding stays 
 
 
 def refuse_empty(groups: Sequence[Group], step: int) -> None:
-    """Refuse a step in which no episode ran on any rank. The run would go on and replace its good states."""
+    """Refuse a step in which no episode ran on any rank. Otherwise the run would go on without learning, and its newest states
+    would replace the good ones."""
     errors = sum(gather([episode.error for group in groups for episode in group.episodes]), [])
     if all(errors):
         reason = errors[-1] if errors else "no row of the batch can be used"

@@ -71,7 +71,7 @@ class RolloutConfig(EngineConfig):
     tool_return: Literal["subagent", "frames"] = "subagent"
     """What the main agent gets from a video tool: a sub-agent's report, or the frames themselves."""
     think_prefix: bool | None = True
-    """Force `<think>` at the start of each turn of the main agent."""
+    """Force `<think>` at the start of each turn of the main agent. null: in an evaluation, as in the checkpoint's training."""
     max_turns: int = 3
     """Rounds of calls. After the last one comes one more turn, the answer: 3 rounds make at most 4 turns."""
     max_calls: int = 5
@@ -84,7 +84,7 @@ class RolloutConfig(EngineConfig):
     """Seconds until a call is given up: enough for its requests to try a second server."""
     concurrency: int = 256
     """Episodes that run at once on each rank."""
-    subagents: SubagentConfig = field(default_factory=SubagentConfig)
+    subagents: SubagentConfig = SubagentConfig()
 
     def __post_init__(self):
         super().__post_init__()
@@ -198,7 +198,9 @@ def open_trajectory(prompt: Rendered) -> Trajectory:
     return trajectory
 
 
-def _extend(trajectory: Trajectory, ids: list[int], mask: int = 0, logprobs: Sequence[float] = (), version=-1) -> None:
+def _extend(
+    trajectory: Trajectory, ids: list[int], mask: int = 0, logprobs: Sequence[float] = (), version: int = -1
+) -> None:
     """Append tokens, and log-probs if they were sampled. A rollout appends in no other way."""
     trajectory.ids += ids
     trajectory.mask += [mask] * len(ids)
@@ -236,7 +238,12 @@ def sample_main_turn(context: AgentContext, main: Trajectory, seed: int) -> str:
 
 
 def sample_turn(
-    context: AgentContext, trajectory: Trajectory, max_new_tokens: int, temperature: float, seed: int, stop: tuple
+    context: AgentContext,
+    trajectory: Trajectory,
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    stop: tuple[int, ...],
 ) -> None:
     """Sample at most `max_new_tokens` tokens, and append exactly the ids that the engine returned."""
     if context.stopped.is_set():

@@ -4,7 +4,7 @@
     python sft.py configs/toy_sft.yaml                                     # the same code on a CPU
     python sft.py configs/sft_8b.yaml --dry-run                            # config, data and memory plan; loads no weights
 
-It reads rows (parquet in the published schema) and writes RUN/metrics.jsonl, RUN/state/ (to resume from) and RUN/model/
+It reads rows (data.py shows their forms) and writes RUN/metrics.jsonl, RUN/state/ (to resume from) and RUN/model/
 (Hugging Face format). A step reads `batch_rows` rows in total. Each rank packs its share into micro-batches of at most
 `pack_tokens` tokens. The loss of a step is a weighted mean over the target tokens of all ranks,
 
@@ -191,6 +191,7 @@ def encode_row(dialogue: Dialogue, cfg: SFTConfig, renderer: Renderer, videos: V
 
 
 def count_tokens(dialogue: Dialogue, cfg: SFTConfig, renderer: Renderer, videos: Videos) -> int:
+    """Return the length of a dialogue with its prompt."""
     return len(encode_row(dialogue, cfg, renderer, videos))
 
 
@@ -236,6 +237,7 @@ class Batches:
 
     def make(self, step: int, size: int | None = None) -> list[MicroBatch]:
         """Read this rank's share of a step's rows and pack it. Unusable rows are counted and left out."""
+        # Encode the rows in threads.
         draws = self.dataset.batch(step, size or self.cfg.batch_rows, rank(), world_size())
         with ThreadPoolExecutor(2 * self.cfg.decoders, "row") as readers:
             encode = partial(encode_row, cfg=self.cfg, renderer=self.renderer, videos=self.videos)
@@ -248,6 +250,7 @@ class Batches:
             except RowError as error:
                 self.dataset.reject(draw.item.id, str(error))
 
+        # Pack them into micro-batches.
         batch = []
         for members in best_fit([len(bundle) for bundle in rows], self.cfg.pack_tokens):
             loss_weights, kinds = [], []

@@ -42,7 +42,7 @@ class ToolError(Exception):
 
 @dataclass(frozen=True)
 class ClipForSubagent:
-    """Frames for a sub-agent to look at, or for the main agent itself."""
+    """Frames for a sub-agent to look at. Only with `tool_return: frames`, the main agent sees them itself."""
 
     frames: Clip
     window: tuple[float, float]  # seconds
@@ -147,6 +147,7 @@ def read_window(arguments: dict, duration: float) -> tuple[float, float]:
 
 
 def read_number(value: Any, name: str) -> float:
+    """Return a finite number. Refuse anything else."""
     try:
         number = math.nan if isinstance(value, bool) or value is None else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -184,6 +185,7 @@ def run_tool(
 
 def _check_result(result: Any, contract: VisualContract) -> ClipForSubagent | str:
     """Return a tool's result with clipped text, or with times as floats. Raise if an agent cannot read it."""
+    # Its texts.
     if isinstance(result, str):
         return clip_text(result)
     if not isinstance(result, ClipForSubagent) or not (
@@ -191,6 +193,7 @@ def _check_result(result: Any, contract: VisualContract) -> ClipForSubagent | st
     ):
         wanted = "return a str, or wrap frames in ClipForSubagent(frames, window), whose texts are str"
         raise TypeError(f"it returned {type(result).__name__}: {wanted}")
+    # Its window, and the form of its frames.
     pixels, times = result.frames.pixels, result.frames.times
     start, end = result.window
     if not -math.inf < start <= end < math.inf:  # or NaN

@@ -24,7 +24,7 @@ from runtime.policy import Policy, PolicyConfig, build_on_meta
 GIB = 1 << 30
 
 # config.json's sizes of checkpoints that --dry-run knows without a download.
-PUBLISHED = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text("utf-8"))
+PUBLISHED = yaml.safe_load(Path(__file__).with_name("sizes.yaml").read_text("utf-8"))
 
 
 @dataclass(frozen=True)

@@ -147,11 +147,11 @@ def test_a_claim_holds_in_the_seeds_whose_gain_reaches_the_margin():
     assert claim.true_in(figures) == {0}  # by at least 0.1
 
 
-def test_the_demo_requires_the_claims_that_hold_in_every_recorded_run():
+def test_the_demo_requires_only_claims_that_hold_in_every_recorded_run():
     page = (REPO / "results" / "paradox.md").read_text("utf-8")
     for claim in CLAIMS:
         true, runs = re.search(rf"^\| {re.escape(claim.text)} .* (\d+) of (\d+) +\|$", page, re.M).groups()
-        assert claim.required == (true == runs), claim.text
+        assert true == runs or not claim.required, claim.text
 
 
 @pytest.mark.parametrize("score, shown, status", [(1, True, 0), (1, False, 1), (0.75, True, 1)])
