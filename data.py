@@ -1,6 +1,6 @@
 """data.py: read rows. An RL row becomes a Task, an SFT row a Dialogue.
 
-An RL row, and what parse_task(row, origin, root) makes of it. rollout.render_prompt shows it, with draw_k frames:
+An RL row, and what parse_task(row, origin, root) makes of it. rollout.render_prompt shows it with K frames (draw_k):
 
     {"prompt": [{"role": "user", "content": "<video>Which?\\nA. red\\nB. blue"}], "videos": [{"video": "a.mp4"}],
      "extra_info": {"id": "a1", "question_type": "mcq", "answer": "(b)", "options": ["red", "blue"]}}
@@ -123,8 +123,8 @@ def _read_gold(answer: Any, kind: str) -> str:
         raise RowError(f"answer = {answer!r}: must be one text")
     gold = "" if answer is None else str(answer).strip()
     if kind == "tvg":
-        start, end = parse_span(gold) or (0, 0)
-        if start == end:
+        span = parse_span(gold)
+        if not span or span[0] == span[1]:
             raise RowError(f"answer = {gold!r}: the answer of a tvg must be a span of seconds, as in [12.5, 20.1]")
     if kind == "oe" and not normalise(gold):
         raise RowError(f"answer = {gold!r}: the answer of an open question must have a word or a number")
@@ -135,16 +135,16 @@ def _read_choice(gold: str, options: tuple[str, ...], question: str) -> tuple[st
     """Return the gold letter of an mcq, and its options: those of the row, or those that its question lists, as in published
     rows. The gold is the text of one option, or begins with a letter."""
     # Only the row's own options limit the letter, because a list in the question may be another list.
-    allowed = LETTERS[: len(options) or None]
+    allowed = LETTERS[: len(options)] if options else LETTERS
     shown = options or listed_options(question)
     label = re.match(r"\(?([A-J])(?:[.):]|$)", gold, re.I)  # "B", "(b)", "B. A dog"; but not "A dog"
     letter = label[1].upper() if label else ""
-    if shown.count(gold) == 1 and gold.upper() not in tuple(LETTERS):
+    if shown.count(gold) == 1 and gold.upper() not in tuple(LETTERS):  # "B" is the letter, even if an option is "B"
         letter = LETTERS[shown.index(gold)]
     if not letter or letter not in allowed:
         rule = f"must begin with a letter of {allowed}, as in (B), or be the text of one option"
         raise RowError(f"answer = {gold!r}: the answer of an mcq {rule}")
-    if letter not in LETTERS[: len(shown)]:
+    if letter not in LETTERS[: len(shown)]:  # the list in the question is another one
         shown = ()
     return letter, shown
 
@@ -191,8 +191,8 @@ def _read_kind(question_type: str) -> str:
 
 
 def draw_k(task_id: str, epoch: int, choices: Sequence[int], seed: int = 0) -> int:
-    """Draw K. All processes, and all episodes of the task's group, get the same one."""
-    # K ~ Uniform(choices). The hash of seed, epoch and task stands in for a random number.
+    """Draw K from a hash, so that all processes, and all episodes of the task's group, get the same K."""
+    # K ~ Uniform(choices)
     digest = hashlib.sha256(f"{seed}/{epoch}/{task_id}".encode()).digest()
     return choices[int.from_bytes(digest[:8], "big") % len(choices)]
 
@@ -332,7 +332,7 @@ def _place_media(contents: list[tuple[str, list]], row: dict, root: Path) -> lis
                 raise RowError(f"{entry.path}: in a column of the row, but no message shows it; add it to a message")
         return contents
 
-    # Each placeholder needs its entry.
+    # Otherwise all parts are texts, and each placeholder in them needs its entry.
     asked = "\n".join(part for role, parts in contents if role in ("user", "tool") for part in parts)
     for placeholder, entries in media.items():
         count = asked.count(placeholder)

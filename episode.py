@@ -74,8 +74,7 @@ CALL_ERRORS = ("unparseable", "unknown_tool", "bad_arguments", "over_limit", "ti
 
 @dataclass(frozen=True)
 class Call:
-    """One tool call of the main agent. rollout.run_calls fills the fields from `text` on. If the call cannot be parsed,
-    runtime/calls.py has already filled `text` and `error`."""
+    """One tool call of the main agent. rollout.run_calls adds the fields from `text` on, unless it could not be parsed."""
 
     turn: int  # the assistant's turn that makes the call; 0 is the first
     name: str  # name and arguments are as the model wrote them
@@ -94,7 +93,7 @@ class Episode:
     task: Task
     k: int  # requested overview frames; a shorter video has fewer
     main: Trajectory
-    calls: list[Call] = field(default_factory=list)  # in call order; rollout.py leaves out those whose results had no room
+    calls: list[Call] = field(default_factory=list)  # in call order; of our agent, those whose results it read
     seed: int = 0
     seconds: float = 0.0  # wall-clock
     # "" if it ran, else RowError, VideoError, EngineError, Refusal (of an API), Stopped or JudgeError

@@ -40,13 +40,7 @@ from rollout import AgentContext, RolloutConfig, derive_seed
 from runtime.answers import final_answer
 from runtime.api import Api, Judge, JudgeError, require_api
 from runtime.checkpoints import on_the_hub, weights_digest
-from runtime.checks import (
-    refuse_other_run,
-    refuse_other_weights,
-    refuse_template,
-    require_servers,
-    require_writable,
-)
+from runtime.checks import refuse_other_run, refuse_other_weights, refuse_template, require_servers, require_writable
 from runtime.config import ConfigError, refuse_below_1, suggest
 from runtime.dataset import DataError
 from runtime.engine import run_all
@@ -61,6 +55,7 @@ from runtime.video import Videos
 from runtime.visual import VisualContract, read_json
 
 # By default, one SGLang server per GPU of this machine. Without SGLang, the model runs in this process.
+# They are counted at import, because config.yaml records them as the default of `rollout.server_gpus`.
 GPUS = tuple(range(torch.cuda.device_count())) if importlib.util.find_spec("sglang") else ()
 
 
@@ -100,7 +95,9 @@ class EvalConfig:
     save_episodes: bool = False
     """Write each episode to RUN/episodes/, for study.report."""
     seed: int = 0
+    """Seed of the answers that the in-process engine samples."""
     decoders: int = min(64, os.cpu_count() or 1)
+    """Video decoder processes."""
 
     def __post_init__(self):
         refuse_below_1(self, "decoders")
@@ -163,11 +160,17 @@ def ask_item(
         format_rewards = {"f": parts["f"], "well_formed": parts["well_formed"]}
     episode.rewards = {"R": verdict["score"], "R_acc": verdict["score"], **format_rewards}
 
-    # Describe the item, its answer and its costs.
+    return line_of(item, episode, turns, answer, tagged, verdict | format_rewards), episode
+
+
+def line_of(
+    item: Item, episode: Episode, turns: list[str], answer: str | None, tagged: bool, grades: dict[str, Any]
+) -> dict[str, Any]:
+    """Describe the item, its answer and its costs."""
     calls = []
     for call in episode.calls:
         calls.append({"window": call.window, "error": call.error, "text": call.text})
-    line = {
+    return {
         "id": item.task.id,
         "videos": ["/".join(Path(path).parts[-2:]) for path in item.task.videos],  # MMVU numbers its videos per folder
         "kind": item.task.kind,
@@ -176,8 +179,7 @@ def ask_item(
         "said": "".join(turns[-1:])[-2000:],  # the end of the last turn: shows why an answer could not be read
         "answer": answer,
         "tagged": tagged,
-        **verdict,
-        **format_rewards,
+        **grades,
         "calls": calls,
         "turns": len(turns),
         "tokens": episode.main.n_sampled,
@@ -186,7 +188,6 @@ def ask_item(
         "seconds": episode.seconds,
         "error": episode.error,
     }
-    return line, episode
 
 
 # ------------------------------------------------------------------------------------------------ one run
@@ -199,6 +200,7 @@ def main(cfg: EvalConfig) -> int:
 
     # Ask the remaining items. Nothing is written before the engine is up.
     if items_are_left(jobs):
+        # config.yaml keeps `think_prefix: null`, so that the same command resumes. Only the agents get its value.
         rollout = as_trained(cfg.rollout, folder)
         logs = Path(cfg.run) / "logs"
         with (
@@ -248,8 +250,8 @@ def run_job(job: Job, context: AgentContext, cfg: EvalConfig) -> None:
                 bar.update()
 
         try:
-            calls = {i: partial(ask, item) for i, item in enumerate(items)}
-            run_all(context.engine, calls, cfg.rollout.concurrency)
+            pending = {i: partial(ask, item) for i, item in enumerate(items)}
+            run_all(context.engine, pending, cfg.rollout.concurrency)
         finally:
             context.stopped.set()  # after an error, no episode starts another turn
 
@@ -285,7 +287,7 @@ def with_names(cfg: EvalConfig) -> EvalConfig:
     *above, label = Path(cfg.checkpoint).parts
     if label == "model" and above:
         label = above[-1]
-    elif above[1:] and above[-1] == "models":
+    elif len(above) > 1 and above[-1] == "models":
         label = f"{above[-2]}-{label}"
 
     # A name that begins with a row of the paper's table gets the published numbers.
@@ -317,7 +319,7 @@ def dry_run(cfg: EvalConfig) -> None:
 
 def prepare(cfg: EvalConfig, dry: bool = False) -> tuple[list[Job], Path | None, Renderer | None]:
     """Return the jobs, and the checkpoint's folder and renderer. Refuse what cannot run, or would mix its results with others,
-    before anything is written or loaded. A dry run downloads no checkpoint."""
+    before anything is written or loaded. A dry run downloads no checkpoint, and returns None for one on the hub."""
     jobs = list_jobs(cfg, dry)
 
     # The checkpoint.
@@ -388,7 +390,7 @@ def require_engine(cfg: EvalConfig, folder: Path | None) -> None:
         require_api(cfg.api)
         return
     require_servers(cfg.rollout)
-    if cfg.rollout.uses_servers or not folder:
+    if cfg.rollout.uses_servers or not folder:  # servers support more models; without a folder the model is unknown
         return
     family = read_json(folder / "config.json")["model_type"]
     if family not in MODELS:

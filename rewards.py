@@ -144,8 +144,7 @@ def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig,
 
     # A judge takes seconds per answer. No `with`: at Ctrl-C it would wait for a silent judge.
     pool = ThreadPoolExecutor(16)
-    # list: raise here what a thread raised.
-    list(pool.map(give, [episode for group in groups for episode in group.ran]))
+    list(pool.map(give, [episode for group in groups for episode in group.ran]))  # list() raises what a thread raised
 
 
 def turn_texts(trajectory: Trajectory, renderer: Renderer) -> list[str]:

@@ -215,9 +215,8 @@ def train(
 
         # Log.
         if rank() == 0:
-            keep_episodes(
-                groups[: cfg.dump_groups], renderer.readable, run.folder / "episodes" / f"step-{step:06d}.jsonl"
-            )
+            path = run.folder / "episodes" / f"step-{step:06d}.jsonl"
+            keep_episodes(groups[: cfg.dump_groups], renderer.readable, path)
         run.log(step, measured)
 
         # Save.
@@ -343,8 +342,7 @@ GAP_LIMIT = 0.5  # largest mean |trainer's - engine's log-prob|: rounding stays 
 
 
 def refuse_empty(groups: Sequence[Group], step: int) -> None:
-    """Refuse a step in which no episode ran on any rank. Otherwise the run would go on without learning, and its newest states
-    would replace the good ones."""
+    """Refuse a step in which no episode ran on any rank: states that learned nothing would replace the good ones."""
     errors = sum(gather([episode.error for group in groups for episode in group.episodes]), [])
     if all(errors):
         reason = errors[-1] if errors else "no row of the batch can be used"

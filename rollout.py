@@ -198,9 +198,7 @@ def open_trajectory(prompt: Rendered) -> Trajectory:
     return trajectory
 
 
-def _extend(
-    trajectory: Trajectory, ids: list[int], mask: int = 0, logprobs: Sequence[float] = (), version: int = -1
-) -> None:
+def _extend(trajectory: Trajectory, ids: list[int], mask: int = 0, logprobs: Sequence[float] = (), version=-1) -> None:
     """Append tokens, and log-probs if they were sampled. A rollout appends in no other way."""
     trajectory.ids += ids
     trajectory.mask += [mask] * len(ids)
@@ -352,12 +350,7 @@ def ask_subagent(context: AgentContext, clip: ClipForSubagent, seed: int) -> tup
 
 
 def rollout(
-    context: AgentContext,
-    tasks: Sequence[Task],
-    ks: Sequence[int],
-    group_size: int,
-    seed: int = 0,
-    step: int = 0,
+    context: AgentContext, tasks: Sequence[Task], ks: Sequence[int], group_size: int, seed: int = 0, step: int = 0
 ) -> list[Group]:
     """Run G episodes per task, at most `concurrency` at once. With the model in this process, the same seed and step give the
     same tokens. (SGLang ignores seeds without --enable-deterministic-inference.)"""

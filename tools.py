@@ -185,7 +185,6 @@ def run_tool(
 
 def _check_result(result: Any, contract: VisualContract) -> ClipForSubagent | str:
     """Return a tool's result with clipped text, or with times as floats. Raise if an agent cannot read it."""
-    # Its texts.
     if isinstance(result, str):
         return clip_text(result)
     if not isinstance(result, ClipForSubagent) or not (
@@ -193,7 +192,7 @@ def _check_result(result: Any, contract: VisualContract) -> ClipForSubagent | st
     ):
         wanted = "return a str, or wrap frames in ClipForSubagent(frames, window), whose texts are str"
         raise TypeError(f"it returned {type(result).__name__}: {wanted}")
-    # Its window, and the form of its frames.
+    # The window, and the form of the frames.
     pixels, times = result.frames.pixels, result.frames.times
     start, end = result.window
     if not -math.inf < start <= end < math.inf:  # or NaN

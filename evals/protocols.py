@@ -3,7 +3,7 @@
     episode, answer = run_protocol(context, item, k, seed, Prompting("video_zoomer"))
 
     agent                   our agent, as in training: rollout.run_episode
-    direct, think, ...      one turn without tools; seven protocols that differ in their prompts (VideoRFT: video_r1)
+    direct, think, ...      one turn without tools; seven prompts (VideoRFT: video_r1). rewatch_r1 has its own overview
     conan                   names clips, and gets their unseen frames in a user turn
     longvt                  calls crop_video, and gets the frames themselves in the tool turn
     video_zoomer            requests one segment per turn, at a frame rate of its choice
@@ -153,7 +153,8 @@ class Shown(NamedTuple):
 
 @dataclass
 class Attempt:
-    """An attempt at one item, which a protocol works on."""
+    """An attempt at one item. A flow calls `converse`, its reply to a turn `run_call` and `fill`, and the work of a call `decode`:
+    _conan -> converse -> _show_clips -> run_call -> _retrieve -> decode. Flows of one turn call `sample` themselves."""
 
     context: AgentContext
     episode: Episode  # grows turn by turn

@@ -21,17 +21,18 @@ from typing import Any
 
 import yaml
 
-from evals.benchmarks import Item, figures
+from evals import benchmarks
 from runtime import config
 from runtime.checks import MAY_CHANGE, RESULTS
 from runtime.dataset import DataError
 from runtime.visual import VisualContract, read_json
 
 PUBLISHED_FILE = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
-RECORD = (  # fields of each line that the tables read
+RECORD = (  # fields of each line that the tables read; our own agent's lines have f and well_formed as well
     "id", "videos", "kind", "tagged", "prediction", "score", "judged", "calls", "turns", "tokens", "subagent_tokens",
     "truncated", "seconds", "error",
 )  # fmt: skip
+SHAPES_RESULTS = ("frames", "arms", "prompting", "rollout", "visual")  # settings that decide what a model sees and says
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Results:
     total: int = 0  # items of the whole split
 
     def figures(self) -> dict[str, float]:
-        return figures(self.split, self.records)
+        return benchmarks.figures(self.split, self.records)
 
     def score(self) -> float:
         """Return the split's headline figure, in percent."""
@@ -80,10 +81,13 @@ def read_results(path: Path) -> Results:
 
 def read_run(run: str | Path) -> dict[Path, Results]:
     """Read all results in a run's folder."""
+    paths = sorted(Path(run).glob(RESULTS))
+    if not paths:
+        return {}
+    name = config.read_tree(Path(run) / "config.yaml").get("name", "")
+    sizes = (read_json(Path(run) / "run.json") or {}).get("items", {})
     by_path = {}
-    for path in sorted(Path(run).glob(RESULTS)):
-        name = config.read_tree(Path(run) / "config.yaml").get("name", "")
-        sizes = (read_json(Path(run) / "run.json") or {}).get("items", {})
+    for path in paths:
         results = read_results(path)
         by_path[path] = replace(results, name=name, total=sizes.get(results.split, 0))
     return by_path
@@ -108,7 +112,7 @@ def read_runs(runs: Sequence[str | Path]) -> list[Results]:
     return all_results
 
 
-def resume(path: Path, items: list[Item]) -> tuple[list[dict], list[Item]]:
+def resume(path: Path, items: list[benchmarks.Item]) -> tuple[list[dict], list[benchmarks.Item]]:
     """Return the records of a file to keep, and the items still to ask. An item that ended in an error is asked again."""
     kept = {}
     if path.exists():
@@ -168,8 +172,7 @@ def unlike_published(cfg: Any) -> list[str]:
         theirs = config.load(type(cfg), path)
         theirs = dataclasses.asdict(replace(theirs, visual=theirs.visual or own))
         for key, text in config.differences(theirs, ours).items():
-            shapes_results = key.startswith(("frames", "arms", "prompting", "rollout", "visual"))
-            if shapes_results and key not in MAY_CHANGE:
+            if key.startswith(SHAPES_RESULTS) and key not in MAY_CHANGE:
                 notes.append(f"unlike {path.name}: {text}")
     for group in read_published()["differs"].get(row, ()):
         notes += [f"the published run: {text}" for text in group]

@@ -65,13 +65,14 @@ def untagged_answer(turn: str, after_thought: str, untagged: str) -> str | None:
     # its line.
     prose = TAG_PIECE.sub(" ", CALL_BLOCK.sub(" ", after_thought)).strip()
     if untagged == "fallback" and "</think>" not in turn:
-        prose = prose.rpartition("\n")[2]
+        prose = prose.rpartition("\n")[2]  # without a thought, only the last line can answer, as in the release
     stated = STATED.match(prose)
     statement = stated[1] if stated and re.search(r"\w", stated[1]) else None
     if untagged == "fallback":
         return statement or prose or None
-    in_open_thought = "<think>" in after_thought
-    return statement if in_open_thought else prose or None
+    if "<think>" in after_thought:  # an open thought: its prose is no answer
+        return statement
+    return prose or None
 
 
 def unboxed(text: str) -> str:
@@ -198,7 +199,7 @@ _RANGE = (  # "12.5 - 20.1", "from 3 to 5", "between 3 and 5", "[3, 5]"
 
 
 def parse_span(text: str) -> tuple[float, float] | None:
-    """Return a span in seconds. None: the text has no range, cannot tell, or leaves several open."""
+    """Return a span in seconds. None: the text names no range, says that it cannot tell, or offers several."""
     # Replace each time by a mark.
     text = re.sub(_NO_TIMES, " ", unboxed(text).replace(_MARK, " "))
     times = [seconds_of_time(time) for time in re.finditer(_TIME, text)]

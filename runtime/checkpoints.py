@@ -117,7 +117,7 @@ def load_policy(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: boo
     device = own_device()
     dtype = dtype_of(cfg, train)
 
-    # build the shapes, and set the dtypes
+    # Build the shapes, and set the dtypes.
     policy = build_on_meta(read_config(path), cfg, never_sampled)
     policy.dtype = dtype
     policy.kernel = pick_kernel(device, dtype)
@@ -126,7 +126,7 @@ def load_policy(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: boo
     if policy.vision_frozen:
         policy.vision.to(dtype)
 
-    # wrap the blocks for recomputation, then shard
+    # Wrap the blocks for recomputation, then shard.
     blocks = list(policy.text.layers)
     if not policy.vision_frozen:
         blocks += policy.vision.blocks
@@ -136,7 +136,7 @@ def load_policy(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: boo
     if dist.is_initialized():
         shard(policy, blocks, dtype, device)
 
-    # allocate memory, and read the weights into it
+    # Allocate memory, and read the weights into it.
     policy.to_empty(device=device)
     policy.model.tie_weights()
     # No checkpoint holds the rotary buffers, and to_empty leaves garbage in them, so compute them.
@@ -343,7 +343,7 @@ def load_state(folder: str | Path, policy: nn.Module, optimizer: Optimizer) -> i
         return 0
     try:
         dcp.load(_state(policy, optimizer), checkpoint_id=states[-1], **_group())
-    except (Exception, CheckpointException) as error:  # unpickling a damaged file can raise anything
+    except (Exception, CheckpointException) as error:  # unpickling can raise anything; the latter is a BaseException
         cause = f"{type(error).__name__}: {error}".splitlines()[-1]  # of a rank's traceback: its last line
         then = f"resume from {states[-2].name}" if states[1:] else "start again"
         raise ConfigError(f"{states[-1]} cannot be read ({cause}); if it is damaged, delete it to {then}") from None

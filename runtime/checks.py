@@ -1,4 +1,4 @@
-"""checks.py: refuse what cannot work, before a model is loaded and before anything is written.
+"""checks.py: refuse what cannot work, before a model is loaded and before results are written.
 
 First what is in the run's folder, then the checkpoint, the other nodes, and the engine's servers.
 
@@ -29,7 +29,7 @@ from runtime.distributed import gather, print0
 from runtime.engine import EngineConfig, EngineError, EngineLost
 from runtime.render import THINK_PREFIX, Renderer
 from runtime.run import RunConfig, git_commit
-from runtime.servers import ask
+from runtime.servers import request_json
 from runtime.visual import ContractError, read_json
 
 # Errors that a user can fix: they are shown as one sentence, without a traceback.
@@ -55,6 +55,7 @@ MAY_CHANGE = {
     "optim", "data.max_bad_fraction",
     # access to an API
     "api.key", "api.timeout", "grading.judge.url", "grading.judge.key", "grading.judge.timeout",
+    "reward.judge.url", "reward.judge.key", "reward.judge.timeout",
 }  # fmt: skip
 # Settings that add results to an evaluation.
 MAY_GROW = {"splits", "frames", "arms", "limit"}
@@ -166,8 +167,8 @@ def template_problem(renderer: Renderer, schemas: list[dict]) -> str:
             return str(error)
         if grown != whole:
             same = os.path.commonprefix([grown, whole])
-            its, ours = (renderer.decode(ids[len(same) :][:8]) for ids in (whole, grown))
-            return f"after {renderer.decode(same[-8:])!r} it writes {its!r}, and a rollout {ours!r}"
+            template_text, rollout_text = (renderer.decode(ids[len(same) :][:8]) for ids in (whole, grown))
+            return f"after {renderer.decode(same[-8:])!r} it writes {template_text!r}, and a rollout {rollout_text!r}"
     return ""
 
 
@@ -236,7 +237,7 @@ def require_urls(urls: Sequence[str]) -> None:
         if not on_this_machine(urlsplit(url).hostname):
             raise ConfigError(f"{url} is not on this machine, whose files servers read; start a server here")
         try:
-            ask(url.rstrip("/") + "/model_info", 10.0)
+            request_json(url.rstrip("/") + "/model_info", 10.0)
         except (requests.RequestException, EngineError) as error:
             raise ConfigError(f"no server answers at {url}; start it, or correct http://HOST:PORT: {error}") from None
 

@@ -170,8 +170,8 @@ class Dataset:
     def batch(self, step: int, size: int, rank: int = 0, world: int = 1) -> list[Draw]:
         """Return this rank's share of a step's batch. It is shorter if rows are bad."""
         draws = []
-        # In the first epoch a rank has its share of the rows. Each later epoch deals the rows out anew.
-        self._rows_in_share = min(self.total, max(self.total, (step + 1) * size) // world)
+        drawn = max(self.total, (step + 1) * size)  # by all ranks, at least one epoch; each later one is dealt out anew
+        self._rows_in_share = min(self.total, drawn // world)
         for i in range(rank, size, world):
             source, rows, row, epoch = self._row(step * size + i)
             origin = f"{self._names[rows.path]}:{row}"
@@ -191,10 +191,10 @@ class Dataset:
             return
         self.bad[origin] = reason
         print(f"unusable: {origin}: {reason}", file=sys.stderr)
-        most = self.cfg.max_bad_fraction
-        if len(self.bad) > most * self._rows_in_share:
+        allowed = self.cfg.max_bad_fraction
+        if len(self.bad) > allowed * self._rows_in_share:
             raise RowError(
-                f"{len(self.bad)} of {self._rows_in_share} rows are unusable, more than max_bad_fraction = {most}; "
+                f"{len(self.bad)} of {self._rows_in_share} rows are unusable, more than max_bad_fraction = {allowed}; "
                 f"the last: {origin}: {reason}. `--check-data` checks them all."
             )
 

@@ -24,7 +24,7 @@ from runtime.render import Renderer
 from runtime.servers import Server, SGLang
 
 # Prefixes of torchrun's and the trainer's environment variables, which the servers must not inherit.
-OF_TRAINER = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "TORCH_NCCL", "PET_", "OMP_", "PYTORCH_")  # fmt: skip
+TRAINER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "TORCH_NCCL", "PET_", "OMP_", "PYTORCH_")  # fmt: skip
 
 
 def open_engine(
@@ -35,16 +35,16 @@ def open_engine(
     frames: Path | None = None,
     api: Api | None = None,
 ) -> Engine:
-    """Open an API's model, or SGLang's servers at `urls`, or servers on `server_gpus`, or else the model in this process, on a GPU
-    if there is one. A node's first rank starts the servers and owns them; its other ranks connect to them. `logs` and `frames`:
-    folders of the servers' logs, and of the frames that they read."""
-    if api and api.url:
+    """Open the engine that the settings ask for. `logs` and `frames`: folders of the servers' logs, and of the frames that they
+    read."""
+    if api and api.url:  # an API's model
         return OpenAI(api, renderer)
-    if not cfg.uses_servers:
+    if not cfg.uses_servers:  # the model in this process, on a GPU if there is one
         device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", "float32")
         return InProcess(checkpoint, renderer, device=device, dtype=dtype, max_batch_tokens=cfg.max_batch_tokens)
 
-    # Start the servers on this node's first rank. The other ranks wait in `gather` until they are ready.
+    # SGLang's servers, at `urls` or on `server_gpus`. This node's first rank starts them and owns them. The other ranks wait in
+    # `gather` until they are ready, and connect to them.
     engine = None
     if cfg.urls or local_rank() == 0:
         servers = [Server(url.rstrip("/")) for url in cfg.urls]
@@ -66,8 +66,8 @@ def open_engine(
 
 
 def start_servers(cfg: EngineConfig, logs: Path | None, launch: Callable[[int], list[str]]) -> list[Server]:
-    """Start a server per `tensor_parallel` GPUs, which loads its weights in the background. `launch`: port -> command. `logs`:
-    the folder of their logs; None: a new one in /tmp."""
+    """Start a server per `tensor_parallel` GPUs, which loads its weights in the background. `launch`: port -> command (tests
+    pass their own). `logs`: the folder of their logs; None: a new one in /tmp."""
     logs = logs or Path(tempfile.mkdtemp(prefix="sglang-"))
     logs.mkdir(parents=True, exist_ok=True)
     gpus = cfg.server_gpus
@@ -86,7 +86,7 @@ def start_servers(cfg: EngineConfig, logs: Path | None, launch: Callable[[int], 
 
 def _server_environment(gpus: str) -> dict[str, str]:
     """Return a server's environment: ours, without torchrun's and the trainer's variables, with these GPUs visible."""
-    env = {key: value for key, value in os.environ.items() if not key.startswith(OF_TRAINER)}
+    env = {key: value for key, value in os.environ.items() if not key.startswith(TRAINER_VARIABLES)}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible:  # our GPU numbers are indices into this list
         devices = visible.split(",")

@@ -11,6 +11,7 @@ import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 from torch import nn
@@ -49,7 +50,8 @@ class Plan:
     used: dict[str, float]  # everything else
 
     @property
-    def gib(self) -> float:
+    def total_gib(self) -> float:
+        """The sum of all uses."""
         return sum((self.held | self.used).values()) / GIB
 
     def show(self, gpu_gib: float) -> None:
@@ -57,8 +59,8 @@ class Plan:
         print0(self.title)
         for use, size in (self.held | self.used).items():
             print0(f"  {use:<58}{size / GIB:>8.1f} GiB")
-        print0(f"  {'sum':<58}{self.gib:>8.1f} GiB of {gpu_gib:.4g}")
-        if self.gib > gpu_gib:
+        print0(f"  {'sum':<58}{self.total_gib:>8.1f} GiB of {gpu_gib:.4g}")
+        if self.total_gib > gpu_gib:
             print0("  WARNING: may run out of memory; see which rows are the largest")
 
     def require_room(self, gpu_gib: float) -> None:
@@ -142,11 +144,11 @@ def kept_by_block(policy: Policy) -> int:
     return norms + attention + mlp
 
 
-# ------------------------------------------------------------------------------------------------ sampling
+# ------------------------------------------------------------------------------------------------ an RL run
 
 
-def plan_rl(cfg) -> list[Plan]:
-    """Plan the GPUs of an RLConfig: those that train and, unless they are the same, those that sample."""
+def plan_rl(cfg: Any) -> list[Plan]:
+    """Plan the GPUs of an RLConfig (in rl.py, above this file): those that train and, if they are others, those that sample."""
     rollout = cfg.rollout
     # The longest micro-batch: a full one, or one episode that fills its context.
     longest = max(cfg.grpo.train_tokens, rollout.max_context)
@@ -159,7 +161,7 @@ def plan_rl(cfg) -> list[Plan]:
     return [training, engine]
 
 
-def plan_inprocess(cfg) -> Plan:
+def plan_inprocess(cfg: Any) -> Plan:
     """Plan the engine in the trainer's process, of an RLConfig."""
     policy = meta_policy(cfg.policy)
     held = {"weights of the engine, bf16": count(policy) * BF16}
@@ -168,7 +170,7 @@ def plan_inprocess(cfg) -> Plan:
     return Plan("engine", held, used)
 
 
-def plan_servers(cfg) -> Plan:
+def plan_servers(cfg: Any) -> Plan:
     """Plan one GPU of an RLConfig's servers. The GPUs of a server share its weights, and each token's keys and values."""
     rollout, group_size = cfg.rollout, cfg.grpo.group_size
     policy = meta_policy(cfg.policy)

@@ -99,7 +99,7 @@ class Prompts:
 
         # The system prompt: the run's own text, or else ours.
         own = self.system if with_tools else self.system_without_tools
-        system = system_prompt(with_tools, contract.stamped, tool_return) if own is None else own
+        system = system_prompt(with_tools, bool(contract.stamp), tool_return) if own is None else own
         return _opening(Live(system), parts)  # Live: its tags become control tokens
 
     def subagent_messages(
@@ -109,7 +109,7 @@ class Prompts:
         own texts, if it has any; they are used verbatim. Only an SFT row can add a question; a rollout never does."""
         system = system or fill(self.subagent_system, window)
         if system is None:
-            system = subagent_system_prompt(contract.stamped)
+            system = subagent_system_prompt(bool(contract.stamp))
         request = request or fill(self.subagent_request, window) or SUBAGENT_REQUEST
         if question:
             request += f"\nQuestion: {question}"

@@ -80,10 +80,11 @@ class SGLang(Engine):
         while waiting:
             server = waiting[0]
             try:
-                ask(server.url + "/generate", max(1.0, deadline - time.monotonic()), payload)
+                request_json(server.url + "/generate", max(1.0, deadline - time.monotonic()), payload)
                 waiting.remove(server)
             except requests.RequestException as error:
-                if time.monotonic() > deadline or server.process and server.process.poll() is not None:
+                exited = server.process is not None and server.process.poll() is not None
+                if exited or time.monotonic() > deadline:
                     failure = server_problem(server, error)
                     self.close()
                     raise EngineError(failure) from None
@@ -118,15 +119,15 @@ class SGLang(Engine):
                 version = self.version
             sent = time.monotonic()
             try:
-                reply = ask(server.url + "/generate", self.request_timeout, payload)
+                reply = request_json(server.url + "/generate", self.request_timeout, payload)
                 sample = self._read_sample(reply, ids, version)
                 with self._lock:
                     server.failures = 0
-                return sample
+                return sample  # served
             except requests.RequestException as error:
                 problem = str(error)  # only its text: the traceback would keep this call and its clips in memory
                 self._count_failure(server, error, sent)
-                asked.append(server)
+                asked.append(server)  # lost: ask another server
             finally:
                 with self._lock:
                     server.busy -= 1
@@ -192,7 +193,7 @@ class SGLang(Engine):
         """Make a server load the current snapshot, or leave it out."""
         payload = {"model_path": self.snapshot, "weight_version": str(self.version), "flush_cache": True}
         try:
-            ask(server.url + "/update_weights_from_disk", self.request_timeout, payload)
+            request_json(server.url + "/update_weights_from_disk", self.request_timeout, payload)
         except (requests.RequestException, EngineError) as error:  # EngineError: it refuses the snapshot
             self._leave_out(server, error)
 
@@ -267,7 +268,7 @@ class FrameFiles:
         return folder
 
 
-def ask(url: str, seconds: float, payload: dict | None = None) -> Any:
+def request_json(url: str, seconds: float, payload: dict | None = None) -> Any:
     """Send a POST of JSON, or a GET, to a server of this machine, which may be silent for so many seconds. Return the reply's
     JSON. A request that the server refuses is an EngineError; without a reply, raise a RequestException."""
     with requests.Session() as session:

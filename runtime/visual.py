@@ -3,7 +3,7 @@
     contract = VisualContract()                    # frames of about 65,536 pixels, 64 tokens if square; stamped images
     contract.frame_size(1280, 720)                 # (352, 192): the size at which such a video's frames are decoded
     contract.refuse_unlike(checkpoint_dir)         # refuses a checkpoint that was trained with another contract
-    pixel_values, grid = patchify(clips)           # tensors: float32 [patches, 1536], int64 [frames, 3]
+    pixel_values, grid = patchify(clips)           # tensors: float32 [P, 1536], int64 [frames, 3]; P patches
 
 Deliberately missing: the video channel (frame pairs), torchvision, the Hugging Face processor classes.
 """
@@ -81,10 +81,6 @@ class VisualContract:
         """The side in pixels of the square that becomes one token."""
         return self.patch * self.merge
 
-    @property
-    def stamped(self) -> bool:
-        return bool(self.stamp)
-
     def frame_size(self, width: int, height: int) -> tuple[int, int]:
         """Return the (width, height) to decode at. Every later resize (transformers', SGLang's) then changes nothing."""
         if self.max_frame_pixels is None:
@@ -97,18 +93,18 @@ class VisualContract:
             return self.frame_size(width, height)
         return self._scale_to(self.crop_frame_pixels, width, height)
 
-    def _keep_between(self, least: int, most: int, width: int, height: int) -> tuple[int, int]:
+    def _keep_between(self, min_area: int, max_area: int, width: int, height: int) -> tuple[int, int]:
         """Return the size in whole tokens whose area lies between two limits, exactly as Qwen's smart_resize does."""
         # Round each side. If the area is then too large, shrink the frame and round down. If it is too small, enlarge the
         # frame and round up.
         columns, rows = round(width / self.cell), round(height / self.cell)
         area = columns * rows * self.cell**2
-        if area > most:
-            factor = math.sqrt(width * height / most)
+        if area > max_area:
+            factor = math.sqrt(width * height / max_area)
             columns = max(1, math.floor(width / factor / self.cell))
             rows = max(1, math.floor(height / factor / self.cell))
-        elif area < least:
-            factor = math.sqrt(least / (width * height))
+        elif area < min_area:
+            factor = math.sqrt(min_area / (width * height))
             columns = math.ceil(width * factor / self.cell)
             rows = math.ceil(height * factor / self.cell)
         return columns * self.cell, rows * self.cell

@@ -104,7 +104,7 @@ class Screen:
         self.turn = 0
         self._lock = threading.Lock()
 
-    def show(self, event: str, what: str | Call) -> None:
+    def show(self, event: str, what: str | Call) -> None:  # ("turn", its text), or ("clip" or "report", the call)
         with self._lock:
             if event == "turn":
                 self.turn += 1

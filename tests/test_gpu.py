@@ -134,7 +134,9 @@ def train(path: Path, folder: Path) -> None:
     first = step(0)
     tokens = sum(len(bundle) for part in parts for bundle in part)
     planned = plan_training(cfg, 1, max(len(part[0]) for part in parts), reference=True)
-    note("training", tokens=tokens, loss=first, peak_gib=round(peak_memory(), 2), planned_gib=round(planned.gib, 2))
+    note(
+        "training", tokens=tokens, loss=first, peak_gib=round(peak_memory(), 2), planned_gib=round(planned.total_gib, 2)
+    )
 
     save_state(folder / "state", policy, optimizer, 1)
     resumed = load_policy(cfg, tiny.NEVER_SAMPLED)

@@ -164,6 +164,15 @@ def test_a_run_may_go_on_longer_or_slower_and_says_what_changed(begun, capsys):
     assert capsys.readouterr().out == f"{begun} {told}"
 
 
+@pytest.mark.parametrize("change", ["url=http://127.0.0.1:9/v1", "key=OTHER_KEY", "timeout=9"])
+def test_a_resumed_run_may_reach_its_judge_in_another_way(begun, change):
+    """Past bug: only an evaluation could, so an RL run could not resume once its judge had another port."""
+    save_run(cfg_of(begun, "reward.judge.url=http://127.0.0.1:8/v1", "reward.judge.model=m"), begun)
+    checks.refuse_other_run(
+        cfg_of(begun, "reward.judge.url=http://127.0.0.1:8/v1", "reward.judge.model=m", f"reward.judge.{change}")
+    )
+
+
 def test_a_setting_that_is_newer_than_the_run_had_its_default_value_there(begun):
     saved = begun / "config.yaml"
     tree = yaml.safe_load(saved.read_text())

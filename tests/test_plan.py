@@ -34,7 +34,7 @@ def test_the_8b_shapes_are_the_published_ones():
 def test_the_shapes_of_qwen25_vl_7b_are_the_published_ones():
     policy = meta_policy(PolicyConfig("Qwen/Qwen2.5-VL-7B-Instruct"))
     assert count(policy) == 8_292_166_656 and count(policy, trained=True) == 7_615_616_512
-    assert plan_training(policy.cfg, 8, 8192).gib < plan_training(EIGHT, 8, 8192).gib
+    assert plan_training(policy.cfg, 8, 8192).total_gib < plan_training(EIGHT, 8, 8192).total_gib
 
 
 def test_the_sums_are_what_the_real_update_holds():
@@ -71,10 +71,10 @@ def test_what_may_not_fit_is_warned_of_and_what_cannot_is_refused(monkeypatch, c
 
 
 def test_knobs_move_the_sum_in_their_direction():
-    base = plan_training(EIGHT, 8, 8192).gib
-    assert plan_training(EIGHT, 4, 8192).gib > base > plan_training(EIGHT, 8, 4096).gib
+    base = plan_training(EIGHT, 8, 8192).total_gib
+    assert plan_training(EIGHT, 4, 8192).total_gib > base > plan_training(EIGHT, 8, 4096).total_gib
     for change in ({"freeze": ()}, {"logit_chunk": 4096}, {"activation_checkpointing": False}):
-        assert plan_training(PolicyConfig(EIGHT.checkpoint, **change), 8, 8192).gib > base
+        assert plan_training(PolicyConfig(EIGHT.checkpoint, **change), 8, 8192).total_gib > base
 
 
 def rl_plans(**changes):
@@ -92,8 +92,8 @@ def test_a_full_context_and_an_engine_in_the_trainer_are_planned_for():
         rl_plans(urls=("http://x",), max_context=4096),
         rl_plans(),
     )
-    assert beside.gib == plan_training(EIGHT, 4, 16_384).gib > shorter.gib
-    assert within.gib - beside.gib == pytest.approx((2 * 8_767_123_696 + 1000 * 2 * 147_456) / GIB)
+    assert beside.total_gib == plan_training(EIGHT, 4, 16_384).total_gib > shorter.total_gib
+    assert within.total_gib - beside.total_gib == pytest.approx((2 * 8_767_123_696 + 1000 * 2 * 147_456) / GIB)
 
 
 def test_the_engine_is_given_room_for_the_frames_that_the_contract_shows():
@@ -108,7 +108,7 @@ def test_the_engine_is_given_room_for_the_frames_that_the_contract_shows():
     assert halves.held == {"weights of the engine, bf16": 8_767_123_696}
     assert halves.used[f"KV cache of {32 * tokens} tokens"] == 147_456 * 32 * tokens / 2
     [both] = rl_plans(server_gpus=(3,), concurrency=10)
-    assert both.gib == pytest.approx(training.gib + engine.gib)
+    assert both.total_gib == pytest.approx(training.total_gib + engine.total_gib)
 
 
 def test_a_nodes_servers_are_planned_for_its_own_tasks(monkeypatch):
@@ -127,7 +127,7 @@ def test_an_unknown_checkpoint_is_told_what_the_plan_needs(tmp_path):
     with pytest.raises(FileNotFoundError, match="Qwen/Qwen3-VL-32B-Instruct: neither a folder nor a model on the hub"):
         plan_training(PolicyConfig("Qwen/Qwen3-VL-32B-Instruct", family=EIGHT.checkpoint), 8, 8192)
     trained_later = PolicyConfig("runs/sft_8b/model", family=EIGHT.checkpoint)
-    assert plan_training(trained_later, 8, 8192).gib == plan_training(EIGHT, 8, 8192).gib
+    assert plan_training(trained_later, 8, 8192).total_gib == plan_training(EIGHT, 8, 8192).total_gib
     path = tiny.write(tmp_path / "model")
     assert count(meta_policy(PolicyConfig(str(path)))) == count(load_policy(PolicyConfig(str(path))))
 
