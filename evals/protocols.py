@@ -56,7 +56,7 @@ Protocol = Literal[
     "video_thinker", "conan", "longvt", "video_zoomer",
 ]  # fmt: skip
 WORDS = read_tree(Path(__file__).with_suffix(".yaml"))  # protocol -> name -> text
-PLACE = re.compile(r"(\{\w+\})")  # such as {question}
+PLACE = re.compile(r"(\{\{\w+\}\}|\{\w+\})")  # {question}, or {{word}} for the word in braces
 
 
 @dataclass(frozen=True)
@@ -171,13 +171,15 @@ class Attempt:
         values = self.values | more
         parts = []
         for piece in PLACE.split(self.cfg.texts[name]):
-            value = values.get(piece[1:-1]) if PLACE.fullmatch(piece) else None
-            if value is None:
+            inner = piece[1:-1]
+            if not PLACE.fullmatch(piece):
                 parts.append(Live(piece))
-            elif isinstance(value, list):
-                parts += value
+            elif inner.startswith("{"):  # {{word}}
+                parts.append(Live(inner))
+            elif isinstance(values[inner], list):
+                parts += values[inner]
             else:
-                parts.append(value)
+                parts.append(values[inner])
         return parts
 
     def open_conversation(self) -> Trajectory:
@@ -431,6 +433,9 @@ FLOWS = {"agent": _agent, "conan": _conan, "longvt": _longvt, "video_zoomer": _v
 
 # ------------------------------------------------------------------------------------------------ the texts
 
+# The places that every text may use, in addition to those in our own text of that name.
+PLACES = {"question", "stem", "options", "caption", "path", "duration", "minutes", "clock"}
+
 
 @functools.cache
 def read_words(protocol: str, prompt_file: str) -> dict[str, str]:
@@ -442,4 +447,13 @@ def read_words(protocol: str, prompt_file: str) -> dict[str, str]:
     for name, text in theirs.items():
         if name not in ours or not isinstance(text, str):
             raise ValueError(f"{prompt_file}: {name!r} must be a string and a text of {protocol!r}: {', '.join(ours)}")
+        places = PLACES | places_in(ours[name])
+        unknown = places_in(text) - places
+        if unknown:
+            rule = f"only {', '.join(sorted(places))}. Write {{{{word}}}} for a word in braces"
+            raise ValueError(f"{prompt_file}: {name!r} of {protocol!r} cannot use {', '.join(sorted(unknown))}, {rule}")
     return ours | theirs
+
+
+def places_in(text: str) -> set[str]:
+    return {piece[1:-1] for piece in PLACE.findall(text) if not piece.startswith("{{")}

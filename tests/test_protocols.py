@@ -36,7 +36,7 @@ ONE_TURN = [name for name in PROTOCOLS if name not in protocols.FLOWS]
 SHORT = {"user": "{frames}|{question}|{request}", "mcq": "M"}
 TERSE = {
     "direct": SHORT,
-    "conan": SHORT | {"more": "{frames}|{more} of {question}", "last": "{frames}|last"},
+    "conan": SHORT | {"more": "{frames}|{{more}} of {question}", "last": "{frames}|last"},
     "longvt": SHORT | {"user": "{frames}|{question}|{request}|{path}", "shown": "{count}, {start} to {end} of {duration}"},
     "video_zoomer": SHORT | {
         "system": "S", "found": "<tool_response>{frames}</tool_response>|go on, {path}",
@@ -430,11 +430,16 @@ def test_nothing_that_a_model_says_raises(ask, renderer, protocol):
 # ---- settings
 
 
-def test_a_text_that_a_protocol_does_not_have_is_refused(tmp_path):
-    file = tmp_path / "think.yaml"
-    file.write_text("systm: x")
-    with pytest.raises(ValueError, match="'systm' must be a string and a text of 'think'"):
-        Prompting("think", str(file))
+def test_texts_and_places_that_a_protocol_does_not_have_are_refused(tmp_path):
+    """Past bug: the model read an unknown {place} literally."""
+    for protocol, text, rule in (
+        ("think", "systm: x", "'systm' must be a string and a text of 'think'"),
+        ("conan", "user: '{frames} {qestion}'", "'user' of 'conan' cannot use qestion"),
+    ):
+        file = tmp_path / f"{protocol}.yaml"
+        file.write_text(text)
+        with pytest.raises(ValueError, match=rule):
+            Prompting(protocol, str(file))
 
 
 def test_a_kind_may_have_a_template_of_its_own(ask):
