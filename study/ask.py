@@ -64,7 +64,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, help="YAML with texts in place of the checkpoint's")
     parser.add_argument("--max-new-tokens", type=int, default=2048, help="per turn")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the episode as JSON, for study.report")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.k is not None and args.k < 1:
+        parser.error(f"--k {args.k}: must be at least 1, since the agent needs a frame")
+    return args
 
 
 def open_context(model: str, prompts: Path | None, videos: Videos, cfg: RolloutConfig) -> AgentContext:

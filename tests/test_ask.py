@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 
 import pytest
 from scripted import MemoryVideos, Scripted, turns
@@ -55,3 +56,11 @@ def test_a_given_call_is_the_first_turn_of_any_model(run, tmp_path):
     run(call=json.dumps({"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}))
     [episode] = load_episodes(tmp_path / "t.json")
     assert episode.calls[0].window == (1, 2)
+
+
+def test_a_k_without_frames_is_refused(monkeypatch, capsys):
+    """Past bug: `--k 0` showed the default number of frames."""
+    monkeypatch.setattr(sys, "argv", ["ask.py", "what", "--model", "m", "--video", "v.mp4", "--k", "0"])
+    with pytest.raises(SystemExit):
+        ask.parse_arguments()
+    assert "--k 0: must be at least 1" in capsys.readouterr().err
