@@ -20,6 +20,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import signal
 import sys
 import threading
 from dataclasses import dataclass, replace
@@ -402,6 +403,7 @@ def require_engine(cfg: EvalConfig, folder: Path | None) -> None:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1 and sys.argv[1] in tables.COMMANDS:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process quietly
         sys.exit(tables.main(sys.argv[1:]))
     cfg, args = command_line(EvalConfig, __doc__)
     run_script(dry_run if args.dry_run else main, cfg)

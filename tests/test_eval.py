@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -120,6 +121,19 @@ def golds(toy_dir) -> Counter:
 
 
 # ------------------------------------------------------------------------------------------------ a run
+
+
+def test_the_logs_of_its_servers_lie_below_the_run(write, tmp_path, monkeypatch):
+    opened = []
+
+    def open_engine(source, renderer, cfg, logs, api):
+        opened.append(logs)
+        raise EngineError("gone")
+
+    monkeypatch.setattr(evaluation, "open_engine", open_engine)
+    with pytest.raises(EngineError, match="gone"):
+        run(write())
+    assert opened == [tmp_path / "run" / "logs"]
 
 
 def test_an_item_leaves_a_line_with_what_was_said_and_seen(write, model, golds, tokenizer, tmp_path, capsys):
@@ -414,6 +428,15 @@ def test_a_score_says_what_is_missing_or_published(tmp_path):
     ]
 
 
+def test_a_table_leaves_out_its_empty_columns(tmp_path):
+    """Past bug: without all splits of the paper, the table had a column `average` with nothing in it."""
+    rows = [{"a": "1", "b": "", "c": 0}, {"a": "", "b": None}]
+    assert tables.markdown("t", ["a", "b", "c"], rows).splitlines()[2] == "| a | c |"
+    assert tables.markdown("t", ["a", "b"], []).splitlines()[2] == "| a | b |"
+    write_results(tmp_path, "lvbench", lines("1100"), name="mine")
+    assert sections(tables.all_tables([tmp_path]))["Scores"][0] == ["model", "arm", "tagged", "lvbench"]
+
+
 def test_a_gain_is_over_the_items_of_both_and_beside_no_published_figure(tmp_path):
     """Past bug: with limit=20 there was none, but the published scores of all 2700 items stood beside the 20."""
     ours = [line(f"{v}-{n}", v < 6, video=f"v/{v}.mp4") for v in range(7) for n in range(3)][:20]
@@ -528,6 +551,25 @@ def test_results_that_make_no_table_are_refused(tmp_path):
         tables.all_tables([tmp_path / "a", tmp_path / "b"])
     with pytest.raises(DataError, match="no results in .*/c: run `python eval.py CONFIG` first"):
         tables.all_tables([tmp_path / "c"])
+
+
+@pytest.mark.slow
+def test_a_table_that_nobody_reads_to_its_end_stops_in_silence(tmp_path):
+    """Past bug: `python eval.py table RUN | head` ended with a BrokenPipeError."""
+    write_results(tmp_path, "lvbench", lines("1"))
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "eval.py", "table", str(tmp_path)]
+    ended = subprocess.run(command, cwd=REPO, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert ended.stderr == ""
+
+
+@pytest.mark.slow
+def test_the_exit_status_of_a_table_reaches_the_shell():
+    ended = subprocess.run([sys.executable, "eval.py", "table", "nowhere"], cwd=REPO, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert ended.stderr == "error: no results in nowhere: run `python eval.py CONFIG` first\n"
 
 
 # ------------------------------------------------------------------------------------------------ configs
