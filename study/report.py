@@ -4,8 +4,7 @@
     python -m study.report episodes.jsonl --model CHECKPOINT        # only the viewer, e.g. for study.ask's --trace
 
 A RUN is the folder of a training or an evaluation. Folders of one name share a color: a training and the evaluation of its
-model (runs/toy/grpo, runs/toy/eval/grpo), and seeds. Seeds and splits are one line: their mean, with a band of one standard
-deviation.
+model (runs/toy/grpo, runs/toy/eval/grpo), and seeds. Seeds are one line: their mean, with a band of one standard deviation.
 Deliberately missing: live updates, smoothing, and statistics beyond mean and deviation.
 """
 
@@ -28,9 +27,9 @@ from PIL import Image
 from episode import Episode, Trajectory, episode_of
 from evals import results
 from grpo import token_advantages
-from rewards import RewardConfig, turn_texts
+from rewards import Anchor, turn_texts
 from runtime.answers import final_answer
-from runtime.config import ConfigError, build, read_tree
+from runtime.config import ConfigError, read_tree
 from runtime.dataset import DataError
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import Clip, SizeRule, VideoError, Videos, uniform_indices
@@ -75,9 +74,11 @@ def read_run(path: Path, model: Path | None = None) -> RunData:
         config = read_tree(path / "config.yaml")
         if (path / "metrics.jsonl").exists():  # of a training that has done a step
             run.rows = [json.loads(line) for line in results.whole_lines(path / "metrics.jsonl")]
+        by_k: dict[int, list[dict]] = {}  # the items of all splits
         for result in results.read_run(path).values():
             if result.arm == "parallel":
-                run.rows.append({"K": result.k, **results.outcomes(result.records)})
+                by_k.setdefault(result.k, []).extend(result.records)
+        run.rows += [{"K": k, **results.outcomes(records)} for k, records in by_k.items()]
         files = sorted((path / "episodes").glob("*.jsonl"))
     if files:
         # Its episodes need the tokenizer of --model, or of the checkpoint that it started from or evaluated.
@@ -139,16 +140,23 @@ def decode_again(videos: Videos, path: str, clip: Clip, size_rule: SizeRule) -> 
 
 def view_episode(episode: Episode, config: dict, renderer: Renderer, pictures: dict[str, str]) -> dict:
     """Return an episode as the page shows it. Its new pictures are added to `pictures`."""
-    reward = build(RewardConfig, config.get("reward", {}), "reward.")
+    # A run of an older version has other keys, so only those that the page needs are read.
+    reward = config.get("reward", {})
+    anchor = Anchor(lam=reward.get("anchor", {}).get("lam", 0.0))
+    main = view_agent(episode.main, renderer, pictures, token_advantages(episode, anchor))
+    subagents_learn = config.get("rollout", {}).get("subagents", {}).get("train")
     calls = []
     for call in episode.calls:
-        calls.append(vars(call) | {"subagent": call.subagent and view_agent(call.subagent, renderer, pictures)})
-    main = view_agent(episode.main, renderer, pictures, token_advantages(episode, reward.anchor))
+        report = call.subagent
+        if report:
+            advantages = [episode.advantage] * len(report.ids) if subagents_learn else ()
+            report = view_agent(report, renderer, pictures, advantages)
+        calls.append(vars(call) | {"subagent": report})
     return vars(episode) | {
         "task": vars(episode.task),
         "main": main,
         "calls": calls,
-        "answer": final_answer(turn_texts(episode.main, renderer), reward.untagged_answer),
+        "answer": final_answer(turn_texts(episode.main, renderer), reward.get("untagged_answer", "off")),
         "kappa": episode.n_executed,
     }
 
@@ -157,7 +165,7 @@ def view_agent(
     trajectory: Trajectory, renderer: Renderer, pictures: dict[str, str], advantages: Sequence[float] = ()
 ) -> list[dict]:
     """Return an agent's tokens in blocks: the prompt, turns, and what the tools returned. An image's pads become one token,
-    which has the time and the picture of the frame. Only the main agent of a training has advantages, one per token."""
+    which has the time and the picture of the frame. Agents that learned have advantages, one per token."""
     text = renderer.decode(trajectory.ids)
     starts = [start for start, _ in renderer.offsets(trajectory.ids)] + [len(text)]
     frames = [frame for clip in trajectory.clips for frame in zip(clip.times, clip.pixels)]
@@ -265,6 +273,20 @@ def draw_section(runs: list[RunData], panels: dict[str, str], by: str) -> list[d
 # ------------------------------------------------------------------------------------------------ the page
 
 
+def lead(runs: list[RunData]) -> str:
+    """Return a sentence that says what the toy's three runs are and what to see, if all were evaluated at one K."""
+    three = ("sft", "grpo", "paragrpo")
+    calls = values_of(runs, "calls", "K")
+    right = values_of(runs, "accuracy", "K")
+    common = set.intersection(*(set(right.get(name, ())) for name in three))
+    if not common:
+        return ""
+    k = min(common)
+    start, plain, ours = (f"{np.mean(calls[n][k]):.2f} calls, {np.mean(right[n][k]):.2f} right" for n in three)
+    trained = f"accuracy-only GRPO ends with {plain}, PARA-GRPO with {ours}"
+    return f"What to see: from one cold start ({start} per episode with {k} frames), {trained}."
+
+
 def write_page(path: str | Path, runs: list[RunData]) -> None:
     """Write one self-contained HTML file."""
     others = {key for run in runs for row in run.rows for key in row} - CURVES.keys() - {"step", "time"}
@@ -275,6 +297,7 @@ def write_page(path: str | Path, runs: list[RunData]) -> None:
             pictures |= run.pictures
             shown.append(LINES.get(run.name, {"label": run.name}) | {"episodes": run.episodes})
     content = {
+        "lead": lead(runs),
         "sections": {
             "After training": draw_section(runs, RESULTS, "K"),
             "While training": draw_section(runs, CURVES, "step"),
@@ -303,6 +326,7 @@ def main() -> None:
         sys.exit(f"error: {error}")
     runs.sort(key=lambda run: [*LINES, run.name].index(run.name))  # in the order of LINES; others come last
     out = args.out or args.runs[0].resolve().parent / "report.html"
+    out.parent.mkdir(parents=True, exist_ok=True)
     write_page(out, runs)
     print(f"{out}: {len(runs)} runs, {out.stat().st_size / 2**20:.1f} MiB")
     if args.png:

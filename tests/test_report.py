@@ -120,6 +120,24 @@ def test_a_click_on_a_curve_hits_the_step_under_the_pointer():
     assert left + (right - left) * peak / shown.shape[1] == pytest.approx(30, abs=0.5)
 
 
+def test_the_points_of_an_evaluation_are_means_over_the_items_of_all_splits(tmp_path):
+    folder = write_evaluation(tmp_path / "grpo", 4, [1, 1, 1, 1])
+    (folder / "toy-K4-parallel.jsonl").rename(folder / "charades-K4-parallel.jsonl")
+    write_evaluation(folder, 4, [0, 0])
+    assert report.values_of([read_run(folder)], "accuracy", "K") == {"grpo": {4: [pytest.approx(4 / 6)]}}
+
+
+def test_the_page_leads_with_the_three_runs_and_their_numbers_at_the_smallest_k_if_all_are_there():
+    sft, grpo, paragrpo = (
+        RunData(name, [{"K": 64, "calls": 0.1, "accuracy": 1.0}, {"K": 4, "calls": calls, "accuracy": accuracy}])
+        for name, calls, accuracy in (("sft", 0.88, 0.76), ("grpo", 0.2, 0.38), ("paragrpo", 1.31, 0.95))
+    )
+    told = report.lead([sft, grpo, paragrpo])
+    assert "one cold start (0.88 calls, 0.76 right per episode with 4 frames)" in told
+    assert told.endswith("GRPO ends with 0.20 calls, 0.38 right, PARA-GRPO with 1.31 calls, 0.95 right.")
+    assert report.lead([sft, grpo]) == ""
+
+
 # ---- what is missing or broken
 
 
@@ -189,6 +207,19 @@ def test_a_structural_token_has_the_anchors_advantage_too(renderer):
     assert structural == pytest.approx([0.65] * len(structural))  # 0.25 + 0.5 * 0.8
 
 
+@pytest.mark.parametrize(("train", "advantages"), [(True, {0.25}), (False, set())])
+def test_a_report_has_its_episodes_advantage_if_sub_agents_learn(renderer, train, advantages):
+    config = {"reward": STRUCT, "rollout": {"subagents": {"train": train}}}
+    view = view_episode(play(renderer)[0], config, renderer, {})
+    sampled = tokens(view["calls"][0]["subagent"], "sampled")
+    assert sampled
+    assert {token["advantage"] for token in sampled if "advantage" in token} == advantages
+
+
+def test_a_reward_key_of_an_older_version_does_not_refuse_the_page(renderer):
+    assert view_episode(play(renderer)[0], {"reward": STRUCT | {"w_old": 1}}, renderer, {})["kappa"] == 2
+
+
 def test_a_file_of_episodes_has_each_frame_of_the_video_once(tmp_path, toy_dir, videos):
     renderer = Renderer(load_tokenizer(toy_dir / "model"), VisualContract.load(toy_dir / "model"))
     path = str(sorted((toy_dir / "videos").glob("*.mp4"))[0])
@@ -218,15 +249,24 @@ def page(tmp_path_factory, renderer, checkpoint):
     rows = [{"step": step, "f": step / 50} for step in range(40)]
     write_run(root / "paragrpo", rows, play(renderer), renderer, steps=(0, 30), reward=STRUCT)
     write_evaluation(root / "sft", 4, [1, 0])
-    given = [root / "paragrpo", root / "sft", "--model", checkpoint, "--png", root / "png"]
+    given = [
+        root / "paragrpo",
+        root / "sft",
+        "--model",
+        checkpoint,
+        "--png",
+        root / "png",
+        "-o",
+        root / "new" / "report.html",
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["report.py", *map(str, given)])
         report.main()
-    return root / "report.html"
+    return root / "new" / "report.html"
 
 
 def test_both_pictures_are_written(page):
-    assert {file.name for file in (page.parent / "png").iterdir()} == {"curves.png", "outcomes.png"}
+    assert {file.name for file in (page.parent.parent / "png").iterdir()} == {"curves.png", "outcomes.png"}
 
 
 def test_a_models_text_cannot_end_the_pages_data(page):
