@@ -88,7 +88,7 @@ class Call:
 
 @dataclass
 class Episode:
-    """One attempt at a task. The rollout fills the fields down to `error_text`; rewards.py and grpo.py fill the rest."""
+    """One attempt at a task. The rollout fills the fields down to `error_text`; rewards.py, metrics.py and grpo.py fill the rest."""
 
     task: Task
     k: int  # requested overview frames; a shorter video has fewer
@@ -99,7 +99,7 @@ class Episode:
     # "" if it ran, else RowError, VideoError, EngineError, Refusal (of an API), Stopped or JudgeError
     error_kind: str = ""
     error_text: str = ""  # the reason
-    rewards: dict[str, float] = field(default_factory=dict)  # R and its parts, by name
+    rewards: dict[str, float] = field(default_factory=dict)  # R, its parts, and what metrics.py adds, by name
     advantage: float = 0.0  # A_i, for every sampled token
     anchor_advantage: float = 0.0  # A_anchor_i, for structural tokens only (credit: struct)
 

@@ -10,8 +10,8 @@
     structural_mask(trajectory, renderer) -> [0 or 1]        struct(o): tags, ends of turns, white space after a tag
     give_rewards(groups, renderer, cfg, judge)               writes both into the episodes
 
-Rewards are pure functions of an episode. They read only the assistant's turns, including the forced `<think>\\n`. For a tool
-call they check whether it ran, and never read the text it returned.
+`score` is a pure function of an episode, apart from a judge. It reads only the assistant's turns, including the forced
+`<think>\\n`. For a tool call it checks whether the call ran, and never reads the text it returned.
 
     python -m study.lab TEXT --answer B                      score any text, term by term
 

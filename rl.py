@@ -201,7 +201,7 @@ def train(
         sync.publish(step + 1)
         clock.lap("publish")
 
-        # Evaluate, and gather what this step measured.
+        # Gather what this step measured, and evaluate.
         measured |= describe(groups, cfg.choices_of_k, step)
         tokens = sum(len(group.bundle) for group in train_groups)
         # `seconds` ends with the sync: it includes no evaluation, log or save.
