@@ -242,18 +242,20 @@ def _upright(image, size: tuple[int, int], scaler) -> np.ndarray:
 def _serve(fd: int, timeout: float) -> None:
     """Run a worker: answer (verb, *arguments) with (True, value) or (False, reason) until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a parent that ignores it passes that on
     pipe = Connection(fd)
     verbs = {"probe": _probe, "decode": _decode}
     with contextlib.suppress(EOFError, OSError):  # the parent closed the pipe or ended
         while True:
             verb, *arguments = pipe.recv()
-            signal.setitimer(signal.ITIMER_REAL, timeout)  # then SIGALRM ends this process, even inside C code
+            # SIGALRM ends this process even inside C code, so a worker that hangs does not outlive its parent for long.
+            signal.setitimer(signal.ITIMER_REAL, timeout + 1)
             try:
                 answer = True, verbs[verb](*arguments)
             except Exception as error:  # the process boundary: every decoding error becomes the parent's VideoError
                 answer = False, f"cannot be decoded ({type(error).__name__}: {error}); fetch it again or re-encode it"
-            signal.setitimer(signal.ITIMER_REAL, 0)
             pipe.send(answer)
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 # ---- the parent: workers, cache, quarantine ------------------------------------------------------------------------
@@ -264,6 +266,7 @@ class _Worker:
 
     def __init__(self, timeout: float):
         self.timeout = timeout
+        self.expired = False
         self.pipe, theirs = multiprocessing.Pipe()
         with theirs:
             command = [sys.executable, os.path.abspath(__file__), str(theirs.fileno()), str(timeout)]
@@ -271,19 +274,25 @@ class _Worker:
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=null, stdout=null)
 
     def request(self, message: tuple) -> tuple[bool, object]:
-        """Return (True, value) or (False, what is wrong with the file). The process ends if that takes too long."""
+        """Return (True, value) or (False, what is wrong with the file), always within the timeout."""
+        # Kill by a timer instead of polling the pipe: a worker can also stop halfway through its answer.
+        watchdog = threading.Timer(self.timeout, self._expire)
+        watchdog.start()
         try:
             self.pipe.send(message)
-            return self.pipe.recv()
+            answer = self.pipe.recv()
         except (EOFError, OSError):
-            code = self.stop()
-        if self.hung:
+            answer = False, f"killed its decoder (exit code {self.stop()}); fetch it again or re-encode it"
+        watchdog.cancel()
+        watchdog.join()  # `expired` is final now, and no late kill can hit the next request
+        if self.expired:
+            self.stop()
             return False, f"hung its decoder for {self.timeout:g} s; re-encode it"
-        return False, f"killed its decoder (exit code {code}); fetch it again or re-encode it"
+        return answer
 
-    @property
-    def hung(self) -> bool:
-        return self.process.returncode == -signal.SIGALRM
+    def _expire(self) -> None:
+        self.expired = True
+        self.process.kill()
 
     def stop(self) -> int:
         self.process.kill()  # does nothing to a process that is already gone
@@ -414,7 +423,7 @@ class Videos(AbstractContextManager):
             raise VideoError(path, "Videos is closed: close it after its users are done")
         if not good:
             # A file that only fails to `decode` is damaged in one place, and can be good elsewhere.
-            if verb == "probe" or worker.hung:
+            if verb == "probe" or worker.expired:
                 self._bad[identity] = value
             raise VideoError(path, value)
         return value

@@ -408,6 +408,27 @@ def test_a_crash_costs_one_request_and_a_file_that_cannot_be_indexed_is_not_trie
     assert asked == ["probe"]
 
 
+HALF = "os.write(int(sys.argv[2]), b'\\0\\0\\x10\\0' + b'x' * 100); time.sleep(60)"  # announces 4096 bytes
+STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+@pytest.mark.parametrize("act", [HALF, STOP], ids=["in the middle of its answer", "by a signal"])
+def test_a_worker_that_stops_is_killed(good, fake_av, act):
+    fake_av(f"import os, signal, sys, time\ndef open(path, options):\n    {act}\n")
+    with Videos(workers=1, timeout=1) as videos:
+        with pytest.raises(VideoError, match="hung its decoder for 1 s"):
+            videos.info(good)
+        assert not any(map(alive, worker_pids(videos)))
+
+
+def test_a_worker_that_hangs_as_it_starts_is_killed(good, tmp_path, monkeypatch):
+    (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with Videos(workers=1, timeout=1) as videos, pytest.raises(VideoError, match="hung its decoder for 1 s"):
+        videos.info(good)
+
+
 def test_workers_that_die_while_idle_cost_no_file_and_leave_no_descriptors(good):
     with Videos(workers=1, cache_bytes=0) as videos:
         counts = set()
@@ -440,6 +461,7 @@ def test_close_ends_every_worker_busy_or_idle(good):
 LIFE = """
 import os, signal, sys, threading, time
 from runtime import video
+signal.signal(signal.SIGALRM, signal.SIG_IGN)  # a program hands this on to those that it starts
 videos = video.Videos(workers=1, timeout=1)
 worker = videos._live_worker(videos._idle.get())
 videos._idle.put(worker)
@@ -452,7 +474,7 @@ HANG = "threading.Thread(target=videos.info, args=sys.argv[1:], daemon=True).sta
 
 @pytest.mark.parametrize("end", [KILL, HANG + KILL])
 def test_no_worker_outlives_its_parent(good, fake_av, end):
-    """A worker that hangs in C code does not notice that its pipe is closed."""
+    """A worker that hangs in C code does not notice that its pipe is closed. An alarm ends it."""
     fake_av("import time\ndef open(path, options):\n    time.sleep(60)\n")
     command = [sys.executable, "-c", LIFE.format(end=end), good]
     output = subprocess.run(command, stdout=subprocess.PIPE, cwd=REPO).stdout
