@@ -36,6 +36,8 @@ class Loader(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
+            if not isinstance(key.value, str):
+                continue  # a mapping or a list, which YAML refuses as a key
             if key.value in seen:
                 line = key.start_mark.line + 1
                 raise ConfigError(

@@ -86,6 +86,7 @@ def test_numbers_without_a_dot_and_a_bare_off_mean_what_they_say(tmp_path):
         # Past bug: the last of two keys won, so a second section dropped the first.
         ("optim: {lr: 1}\nname: a\noptim: {warmup: 7}", [], "the key 'optim' in line 3 stands twice"),
         ("name: a\non: 1", [], "True: unknown key; choose from name"),  # YAML reads `on` as true
+        ("name: {{x}}", [], "not a readable YAML file"),  # past bug: a traceback for a template that is not filled in
         ("base: nowhere.yaml", [], "nowhere.yaml: not a readable YAML file: [Errno 2] No such file"),
     ],
 )
