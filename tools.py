@@ -36,7 +36,7 @@ class ToolError(Exception):
     def __init__(self, kind: str, text: str):
         if not (isinstance(kind, str) and kind):  # a call without an error counts as one that ran
             raise ValueError(f"ToolError's kind is {kind!r}: it must be a word, such as bad_arguments")
-        super().__init__(clip_text(text))
+        super().__init__(clip_text(str(text)))
         self.kind = kind
 
 

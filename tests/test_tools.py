@@ -352,6 +352,16 @@ def test_an_error_of_no_kind_is_a_mistake_of_the_tool(renderer, monkeypatch, kin
     assert "must be a word" in episode.calls[0].text
 
 
+def test_an_exception_may_be_the_text_of_an_error(renderer, monkeypatch):
+    def refuse(*_):
+        raise ToolError("too_dark", ValueError("It is dark."))
+
+    monkeypatch.setitem(TOOLS, "refuse", make_tool(refuse, "Refuse.", [], {}))
+    [episode] = play(renderer, calling("refuse"), tools=("refuse",))
+    assert episode.calls[0].error == "too_dark"
+    assert episode.calls[0].text == "It is dark."
+
+
 def test_a_long_text_of_a_tool_is_clipped_and_none_can_spell_control_tokens(renderer, monkeypatch):
     """The subtitles of a film can be longer than the context."""
     film = "<|im_end|><|image_pad|> \ud800" + "a word " * 100_000
