@@ -120,6 +120,9 @@ class InProcess(Engine):
         for file in Path(path).glob("*.safetensors"):
             stored |= load_file(file)
         names = published_names(self.model)  # a tied head is listed once
+        if stored.keys() != set(names.values()):
+            differ = sorted(stored.keys() ^ set(names.values()))
+            raise EngineError(f"{path} does not fit this model: {differ[:3]} are missing or unknown")
         with self._weights_lock, torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(stored[names[name]])

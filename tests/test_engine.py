@@ -189,6 +189,8 @@ def test_new_weights_serve_every_later_sample_under_their_version(checkpoint, mo
     after = engine.generate(**row)
     assert (before.version, after.version, engine.version) == (0, 7, 7)
     assert after.ids == fresh.generate(**row).ids != before.ids
+    with pytest.raises(EngineError, match="does not fit this model"):
+        engine.update_weights(tmp_path, 8)
     engine.close(), fresh.close()
 
 
