@@ -134,6 +134,8 @@ class RunConfig:
 
     def __post_init__(self):
         refuse_below_1(self, "steps", "eval_every", "save_every", "keep", "decoders")
+        if not self.run.strip():
+            raise ValueError(f"run = {self.run!r}: the run would use the current folder; name a folder")
         for name in self.report_to:
             if importlib.util.find_spec(name) is None:
                 raise ValueError(f"report_to = {list(self.report_to)}: {name} is not installed; `pip install {name}`")
@@ -289,7 +291,8 @@ class Metrics:
         if "wandb" in cfg.report_to:  # a resumed run appears as a new run of the same name
             import wandb
 
-            self._wandb = wandb.init(name=cfg.run, dir=cfg.run, config=asdict(cfg))
+            project = os.environ.get("WANDB_PROJECT", "minparavt")
+            self._wandb = wandb.init(project=project, name=cfg.run, dir=cfg.run, config=asdict(cfg))
 
         # Keep the lines of the steps that are done. Later steps run again, and a killed run may leave half a line.
         lines = self._path.read_text().splitlines() if self._path.exists() else []

@@ -78,6 +78,18 @@ def test_half_a_line_of_metrics_does_not_keep_a_run_from_going_on(tmp_path):
     assert [(line["step"], line["loss"]) for line in lines] == [(0, 2.0), (1, 0.5)]
 
 
+@pytest.mark.parametrize("variable, project", [(None, "minparavt"), ("videos", "videos")])
+def test_wandbs_project_is_the_users_if_wandb_project_is_set(tmp_path, monkeypatch, variable, project):
+    begun = {}
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **settings: begun.update(settings)))
+    monkeypatch.setattr("runtime.run.asdict", vars)
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    if variable:
+        monkeypatch.setenv("WANDB_PROJECT", variable)
+    Metrics(SimpleNamespace(run=str(tmp_path), steps=3, report_to=("wandb",)), "rl", steps_done=0, shown=[])
+    assert begun["project"] == project
+
+
 def test_a_tracker_gets_the_settings_and_the_metrics_of_each_step(tmp_path, monkeypatch):
     begun, logged = {}, []
     board = SimpleNamespace(log=lambda values, step: logged.append((step, values["loss"])))
