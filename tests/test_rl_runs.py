@@ -206,23 +206,23 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bits(uninterrupted, t
 # ------------------------------------------------------------------------------------------------ servers that fail
 
 
-def train_beside_servers(cfg: Path, signals: tuple[int, int]) -> None:
-    """Run rl.py with two stand-ins. Send each of them a signal at the third request after the first update."""
+def train_beside_servers(cfg: Path, verb: str, call: int, signals: tuple[int, int]) -> None:
+    """Run rl.py with two stand-ins. At this call of the engine after the first update, send each of them a signal."""
     rl.GAP_LIMIT = 100  # the stand-ins' log-probs are not a model's
     SGLang.request_timeout = 300.0 if all(signals) else 2.0
     rl.require_servers = lambda *_: None
     open_engine.server_command = lambda checkpoint, renderer, port, extra: fake_server(renderer, port)
-    generate, calls = SGLang.generate, itertools.count(1)
+    plain, calls = getattr(SGLang, verb), itertools.count(1)
 
     def disturbed(engine, *given, **more):
-        if rank() == 0 and engine.version == 1 and next(calls) == 3:
+        if rank() == 0 and engine.version == 1 and next(calls) == call:
             for server, number in zip(engine.servers, signals):
                 os.killpg(server.process.pid, number)
             pids = " ".join(str(server.process.pid) for server in engine.servers)
             os.write(1, f"\ndisturbed {pids}\n".encode())  # at once: other threads print, too
-        return generate(engine, *given, **more)
+        return plain(engine, *given, **more)
 
-    SGLang.generate = disturbed
+    setattr(SGLang, verb, disturbed)
     run_script(rl.main, config.load(RLConfig, cfg))
 
 
@@ -235,7 +235,7 @@ HANGS = pytest.param(2, signal.SIGSTOP, "Read timed out", marks=pytest.mark.slow
 @pytest.mark.parametrize("ranks, number, told", [(1, signal.SIGKILL, "exit code -9"), HANGS])
 def test_a_server_that_dies_or_hangs_costs_no_step_and_no_episode(toy_dir, tmp_path, ranks, number, told):
     cfg = rl_config(tmp_path / "c.yaml", toy_dir, **BESIDE_SERVERS)
-    output = finish(Forked(partial(train_beside_servers, cfg, (number, 0)), ranks=ranks))
+    output = finish(Forked(partial(train_beside_servers, cfg, "generate", 3, (number, 0)), ranks=ranks))
     lines = metrics(tmp_path / "c")
     assert [line["failed_rate"] for line in lines] == [0] * 3
     assert (lines[0]["servers"], lines[-1]["servers"]) == (2, 1)
@@ -243,9 +243,10 @@ def test_a_server_that_dies_or_hangs_costs_no_step_and_no_episode(toy_dir, tmp_p
 
 
 @pytest.mark.slow
-def test_one_interrupt_ends_a_run_whose_servers_hang(toy_dir, tmp_path):
+@pytest.mark.parametrize("verb, call", [("generate", 3), ("update_weights", 1)])
+def test_one_interrupt_ends_a_run_whose_servers_hang(toy_dir, tmp_path, verb, call):
     cfg = rl_config(tmp_path / "c.yaml", toy_dir, **BESIDE_SERVERS)
-    process = Forked(partial(train_beside_servers, cfg, (signal.SIGSTOP, signal.SIGSTOP)))
+    process = Forked(partial(train_beside_servers, cfg, verb, call, (signal.SIGSTOP, signal.SIGSTOP)))
     wait_for(lambda: "disturbed" in Path(process.log).read_text(), process)
     pids = re.search(r"^disturbed (\d+) (\d+)$", Path(process.log).read_text(), re.M).groups()
     time.sleep(0.5)  # until the main thread waits for them

@@ -104,6 +104,29 @@ def test_a_tracker_gets_the_settings_and_the_metrics_of_each_step(tmp_path, monk
 # ------------------------------------------------------------------------------------------------ ends
 
 
+def stumble(cfg: Path) -> None:
+    """Run rl.py with a bug after its first update."""
+    sys.argv = ["rl.py", str(cfg)]
+    rl.keep_episodes = lambda *_: 1 / 0
+    rl.main(config.load(rl.RLConfig, cfg))
+
+
+@pytest.mark.slow
+def test_a_bug_of_ours_in_mid_run_shows_its_traceback_and_leaves_nothing_behind(toy_dir, tmp_path):
+    cfg = rl_config(tmp_path / "run.yaml", toy_dir, steps=100_000, staleness=1)
+    process = Forked(partial(stumble, cfg))
+    run = tmp_path / "run"
+    wait_for(lambda: run.exists() and run_memory(run).exists() and children(process.pid), process)  # a decoder
+    helpers = children(process.pid)
+    folder = run_memory(run)
+    told = finish(process, code=1)
+    assert "Traceback" in told
+    assert "ZeroDivisionError" in told
+    assert not folder.exists()
+    assert not (run / "snapshot").exists()
+    wait_for(lambda: not any(map(alive, helpers)))
+
+
 SLOW_ENDS = [pytest.param(end, marks=pytest.mark.slow) for end in (signal.SIGTERM, signal.SIGKILL)]
 
 
@@ -145,6 +168,19 @@ def test_a_run_ends_although_a_tool_never_returns(toy_dir, tmp_path):
     process = Forked(partial(run_with_a_tool_that_hangs, cfg, *overrides))
     wait_for(lambda: "done: " in Path(process.log).read_text(), process)
     assert process.communicate(timeout=10)[0].endswith("model\n") and process.returncode == 0
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_a_run_whose_tools_hang(toy_dir, tmp_path):
+    """Past bug: Ctrl-C did nothing."""
+    cfg = rl_config(tmp_path / "run.yaml", toy_dir, steps=1)
+    process = Forked(partial(run_with_a_tool_that_hangs, cfg))
+    wait_for(lambda: "sampling the first batch" in Path(process.log).read_text(), process)
+    time.sleep(2)  # by now the tools hang
+    helpers = children(process.pid)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=10)[0].endswith(f"what was saved in {tmp_path}/run\n")
+    assert not any(map(alive, helpers))
 
 
 @pytest.mark.slow
