@@ -15,6 +15,7 @@ from evals import tables
 from evals.results import read_published
 from rl import RLConfig
 from runtime import config
+from runtime.dataset import DataError
 from runtime.script import dry_run
 
 PAGE = (REPO / "docs" / "node.md").read_text("utf-8")
@@ -129,3 +130,13 @@ def test_the_dry_run_of_each_training_lacks_only_its_start(words, toy_dir, capsy
     with lacks_start if start.startswith("runs/") else contextlib.nullcontext():
         dry_run(cfg, rl.SCRIPT)
     assert "ok      data: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", commands("eval.py"), ids=lambda words: words[0].removeprefix("configs/eval/"))
+def test_the_dry_run_of_each_evaluation_names_all_data_that_are_missing(words):
+    cfg = config.load(EvalConfig, REPO / words[0], words[1:])
+    with pytest.raises(DataError) as missing:
+        evaluation.dry_run(cfg)
+    told = dict(line.split(": ", 1) for line in str(missing.value).splitlines())
+    assert set(told) == set(cfg.splits)
+    assert all("hf download" in told[split] for split in cfg.splits)

@@ -52,6 +52,23 @@ def test_the_trace_is_the_episode_and_finds_its_videos_from_any_folder(run, tmp_
     assert episode.task.videos == ("/v.mp4",)
 
 
+def test_a_bug_of_ours_is_not_one_line(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ask.py", "What?", "--model", "model", "--video", "v.mp4"])
+    monkeypatch.setattr(ask, "open_context", lambda *_: int("bug"))
+    with pytest.raises(ValueError, match="bug"):
+        ask.main()
+
+
+def test_the_weights_of_a_model_that_others_serve_are_not_fetched(toy_dir, monkeypatch):
+    wanted = []
+    fetch = lambda name, allow_patterns: wanted.extend(allow_patterns) or toy_dir / "model"  # noqa: E731
+    monkeypatch.setattr("runtime.checkpoints.snapshot_download", fetch)
+    monkeypatch.setattr(ask, "require_servers", lambda cfg, ranks: None)
+    monkeypatch.setattr(ask, "open_engine", lambda *_: None)
+    ask.open_context("owner/name", None, None, RolloutConfig(urls=("http://somewhere",)))
+    assert wanted == ["*.json", "*.jinja", "*.txt"]
+
+
 def test_a_given_call_is_the_first_turn_of_any_model(run, tmp_path):
     run(call=json.dumps({"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}))
     [episode] = load_episodes(tmp_path / "t.json")

@@ -146,7 +146,12 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-@pytest.mark.parametrize("harm", [cut, Path.unlink], ids=["cut", "gone"])
+def empty(path: Path) -> None:
+    """Empty a file, as a power cut does to a file that was not synced to the disk."""
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+@pytest.mark.parametrize("harm", [cut, empty, Path.unlink], ids=["cut", "empty", "gone"])
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 def test_a_damaged_newest_state_is_told_beside_the_one_before(tmp_path, name, harm):
     """Past bug: a traceback of two pages, although `keep: 2` had kept a good state."""
@@ -157,6 +162,27 @@ def test_a_damaged_newest_state_is_told_beside_the_one_before(tmp_path, name, ha
     told = r"/step-00000004 cannot be read \(.+\); if it is damaged, delete it to resume from step-00000002$"
     with pytest.raises(ConfigError, match=told):
         load_state(tmp_path, model, optimizer)
+
+
+def test_a_state_is_on_the_disk_before_it_gets_its_name(path, tmp_path, monkeypatch):
+    """A file that is renamed before it is synced can be empty after a power cut."""
+    written, names, fsync, rename = set(), [], os.fsync, Path.rename
+
+    def note(file):
+        written.add(os.fstat(file).st_ino)
+        fsync(file)
+
+    def renamed(old, new):
+        if old.is_dir():
+            names.append(new.name)
+            assert {p.stat().st_ino for p in old.iterdir()} <= written
+        return rename(old, new)
+
+    policy, optimizer = fresh(path)
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(Path, "rename", renamed)
+    save_state(tmp_path, policy, optimizer, 1)
+    assert names == ["step-00000001"]
 
 
 def test_weights_that_are_not_finite_are_neither_saved_nor_exported_nor_loaded(path, tmp_path):

@@ -132,10 +132,11 @@ def test_an_unknown_checkpoint_is_told_what_the_plan_needs(tmp_path):
     assert count(meta_policy(PolicyConfig(str(path)))) == count(load_policy(PolicyConfig(str(path))))
 
 
-def test_activations_are_what_autograd_keeps(tmp_path):
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+@pytest.mark.parametrize("model_type, own", [("qwen3_vl", {"mrope_interleaved": True}), ("qwen2_5_vl", {})])
+def test_activations_are_what_autograd_keeps(tmp_path, model_type, own):
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [6, 5, 5]} | own
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 8}
-    path = tiny.write(tmp_path / "model", text=sizes | {"head_dim": 32, "rope_parameters": rope})
+    path = tiny.write(tmp_path / "model", text=sizes | {"head_dim": 32, "rope_parameters": rope}, model_type=model_type)
     rng = np.random.default_rng(0)
     prompt, suffixes = rng.integers(2, 100, 120).tolist(), rng.integers(2, 100, (4, 20)).tolist()
     tokens = 200

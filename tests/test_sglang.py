@@ -10,6 +10,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny
 import torch
@@ -77,6 +78,13 @@ def check_rows(client, model, renderer, prompts, temperatures=(1.0,)) -> None:
 
 def test_logprobs_are_the_trainers(client, model, renderer, prompts):
     check_rows(client, model, renderer, prompts, temperatures=(0.0, 0.7, 1.0))
+
+
+def test_pixels_change_what_the_server_says(client, renderer, prompts):
+    ids, clips = prompts[4]
+    blank = [type(clip)(np.zeros_like(clip.pixels), clip.times) for clip in clips]
+    seen, unseen = (client.generate(**request(ids, c, temperature=0.0)) for c in (clips, blank))
+    assert abs(seen.logprobs[0] - unseen.logprobs[0]) > 1e-3
 
 
 def test_a_turn_ends_with_its_stop_token_and_returns_it(client, prompts):
