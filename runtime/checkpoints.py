@@ -237,7 +237,7 @@ def write_weights(policy: Policy, folder: Path) -> None:
     # Give the weights their published names. A tied head is listed once, as transformers stores it.
     published = published_names(policy.model)
     weights = {published[name]: weight for name, weight in policy.model.named_parameters()}
-    refuse_not_finite(weights, f"{str(folder).removesuffix('.tmp')} is not written")  # `export` adds .tmp
+    refuse_not_finite(weights, f"{folder} is not written")
 
     # Deal the weights into one file per rank: the largest remaining weight goes into the smallest file.
     files = ["model.safetensors"]
