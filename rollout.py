@@ -206,6 +206,13 @@ def _extend(trajectory: Trajectory, ids: list[int], mask: int = 0, logprobs: Seq
     trajectory.versions += [version] * len(ids)
 
 
+def end_turn_at(trajectory: Trajectory, end: int) -> None:
+    """Drop the sampled tokens from index `end` on, as if the model had stopped there. Nothing follows them yet."""
+    for column in (trajectory.ids, trajectory.mask, trajectory.logprobs, trajectory.versions):
+        del column[end:]
+    trajectory.finish = "stop"
+
+
 def append_rendered(context: AgentContext, trajectory: Trajectory, delta: Rendered) -> bool:
     """Append what the agent reads next. If the context has no room, append nothing, mark the previous turn as cut off and
     return False."""

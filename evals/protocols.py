@@ -36,6 +36,7 @@ from rollout import (
     Stopped,
     append_rendered,
     derive_seed,
+    end_turn_at,
     open_trajectory,
     render_prompt,
     run_episode,
@@ -192,8 +193,7 @@ class Attempt:
         renderer = self.context.renderer
         prompt = renderer.render(messages, tools, generate=True)
         if tools and prompt.ids == renderer.render(messages, generate=True).ids:
-            rule = "put its authors' template into chat_template.jinja"
-            raise ContractError(f"the chat template renders no tools: {rule}")
+            raise ContractError("the chat template renders no tools: put its authors' into chat_template.jinja")
         return open_trajectory(prompt)
 
     def converse(
@@ -260,13 +260,6 @@ class Attempt:
         info = self.info
         size = self.context.renderer.contract.crop_size(info.width, info.height)
         return self.context.videos.frames(info.path, indices, size)
-
-
-def end_turn_at(trajectory: Trajectory, end: int) -> None:
-    """Drop the sampled tokens from index `end` on, as if the model had stopped there. Nothing follows them yet."""
-    for column in (trajectory.ids, trajectory.mask, trajectory.logprobs, trajectory.versions):
-        del column[end:]
-    trajectory.finish = "stop"
 
 
 def within(info: VideoInfo, start: float, end: float) -> tuple[float, float]:
@@ -353,8 +346,7 @@ def _longvt(attempt: Attempt) -> str | None:
 
     # Read the answer as its authors do: the first <answer> of all turns, else the last box, else a number at the end.
     whole = "\n".join(texts)
-    answers = ANSWER.findall(whole)
-    if answers:
+    if answers := ANSWER.findall(whole):
         return answers[0].strip()
     if "\\boxed{" in whole:
         return unboxed(whole)
@@ -408,8 +400,7 @@ def parse_zoom(text: str, turn: int) -> Call | None:
         start, end = request["segment"]
         return Call(turn, "video_zoom", {"start": start, "end": end, "fps": request["fps"]})
     except (ValueError, KeyError, TypeError, RecursionError):
-        form = '<video_zoom> {"segment": [start, end], "fps": n} </video_zoom>'
-        reply = f"The request could not be read. Write {form}."
+        reply = 'The request could not be read. Write <video_zoom> {"segment": [start, end], "fps": n} </video_zoom>.'
         return Call(turn, "video_zoom", {}, text=reply, error="unparseable")
 
 
