@@ -74,6 +74,6 @@ def test_the_8bs_configs_run_go_on_and_log_the_figures_that_it_explains(tmp_path
     logged = metrics(tmp_path / "runs/sft_8b")[0], metrics(tmp_path / "runs/paragrpo_8b")[0]
     for table, row in zip(re.findall(r"^\| metric \|.*?(?=\n\n)", PAGE, re.M | re.S), logged, strict=True):
         named = re.findall(r"`([\w/=]+)`", "".join(line.split("|")[1] for line in table.splitlines()))
-        assert len(named) > 8
+        assert len(named) > 6
         for name in named:
             assert name in row or name == "mfu" or name.startswith(("kappa/K=", "parallel_rate", "report/")), name
