@@ -65,6 +65,7 @@ def test_each_call_parses_or_fails_alone():
     assert errors("so</think><tool_call>{") == ["unparseable"] and errors("no call </tool_call> here") == []
     assert errors(good.replace("</tool_call>", " " * 5000 + "</tool_call>")) == ["unparseable"]  # too long
     assert errors(good.replace("<tool_call>", "<tool_code>")) == ["unparseable"]  # the other tag does not close it
+    assert errors("<tool_call>crop_video(start_time=1, end_time=2)") == ["unparseable"]  # it holds JSON, no Python
     assert all(call.turn == 2 and (not call.error or "could not be read" in call.text) for call in parse_calls(text, 2))
 
 
