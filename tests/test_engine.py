@@ -468,9 +468,8 @@ def test_what_servers_cannot_run_with_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"another process holds 70 GiB of GPU 1; end it \(`nvidia-smi`"):
         require_servers(RolloutConfig(server_gpus=(0, 1)))
     require_servers(RolloutConfig(server_gpus=(0,)))
-    require_servers(
-        RolloutConfig(server_gpus=(1,), server_args=("--mem-fraction-static=0.1",)), ranks=2
-    )  # one GPU for both
+    shared = RolloutConfig(server_gpus=(1,), server_args=("--mem-fraction-static=0.1",))
+    require_servers(shared, ranks=2)
 
 
 def test_with_urls_no_gpu_is_needed(serve, monkeypatch):
