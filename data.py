@@ -4,7 +4,7 @@ An RL row, and what parse_task(row, origin, root) makes of it. rollout.render_pr
 
     {"prompt": [{"role": "user", "content": "<video>Which?\\nA. red\\nB. blue"}], "videos": [{"video": "a.mp4"}],
      "extra_info": {"id": "a1", "question_type": "mcq", "answer": "(b)", "options": ["red", "blue"]}}
-    -> Task("a1", "Which?\\nA. red\\nB. blue", ("/root/a.mp4",), "mcq", "B", ("red", "blue"))
+    -> Task("a1", "Which?\\nA. red\\nB. blue", ("/videos/a.mp4",), "mcq", "B", ("red", "blue"))
 
 An SFT row, and what parse_dialogue(row, origin, root) makes of it. sft.encode_dialogue makes tokens and targets of that:
 
@@ -12,7 +12,7 @@ An SFT row, and what parse_dialogue(row, origin, root) makes of it. sft.encode_d
                   {"role": "assistant", "content": "<think>I look.</think><tool_call>{...}</tool_call>"},
                   {"role": "user", "content": "<tool_response>\\nA red flash.\\n</tool_response>"},
                   {"role": "assistant", "content": "<think>Red.</think><answer>A</answer>"}]}
-    -> Dialogue("rows.jsonl:0", "main", "Which?", (Media("/root/a.mp4"),), turns)
+    -> Dialogue("rows.jsonl:0", "main", "Which?", (Media("/videos/a.mp4"),), turns)
        turns: assistant "<think>\\nI look. ...", tool "A red flash.", assistant "<think>\\nRed. ..."
 
 Published SFT rows write the same turns in many ways. A Dialogue has the form that a rollout produces: one turn per tool

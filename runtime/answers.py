@@ -13,7 +13,7 @@ A wrong reading is worse than none. A letter is read by these rules, and the fir
 6. The only letter that stands alone in the text.
 
 A span is the only two times of a text, or its last range ("12.5 - 20.1"). Qwen's models sometimes answer an English question in
-Chinese, so the rules know those words, too.
+Chinese, so the patterns also match the Chinese words for "answer", "choose" and "not".
 """
 
 import re

@@ -61,9 +61,9 @@ class EngineLost(RuntimeError):
 def run_all(
     engine: Engine, jobs: dict[Any, Callable], at_once: int, timeout: float | None = None, nested: bool = False
 ) -> dict[Any, Any]:
-    """Run jobs that call the engine, each in a thread, at most `at_once` at a time. Return their results by name. Give up
-    the jobs that have not ended after `timeout` seconds, or when one raises: their threads go on, but nobody waits for them.
-    `nested`: this thread is itself a job of another run_all."""
+    """Run jobs that call the engine, each in a thread, at most `at_once` at a time. Return their results by name. After
+    `timeout` seconds, stop waiting: the other threads run on, and their results are dropped. A job that raises ends the wait at
+    once, with its error. `nested`: this thread is itself a job of another run_all."""
     callers = ActiveCallers(engine, jobs, at_once, nested)
     pool = ThreadPoolExecutor(max(1, min(at_once, len(jobs))), "job")
     futures: dict[Any, Future] = {}
