@@ -126,8 +126,11 @@ def load_policy(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: boo
     if policy.vision_frozen:
         policy.vision.to(dtype)
 
-    # Wrap the blocks for recomputation, then shard.
+    # Compile the text blocks, wrap all blocks for recomputation, then shard.
     blocks = list(policy.text.layers)
+    if cfg.compile == "always" or (cfg.compile == "auto" and device.type == "cuda"):
+        for block in blocks:
+            block.forward = torch.compile(block.forward, dynamic=True)  # all blocks and lengths share the kernels
     if not policy.vision_frozen:
         blocks += policy.vision.blocks
     if cfg.activation_checkpointing and train:

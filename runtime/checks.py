@@ -46,7 +46,7 @@ MAY_CHANGE = {
     "run", "steps", "save_every", "keep", "export_every", "plan", "data.video_root",
     # how fast it runs
     "decoders", "grpo.train_tokens", "pack_tokens",
-    "policy.family", "policy.dtype", "policy.activation_checkpointing", "policy.logit_chunk",
+    "policy.family", "policy.dtype", "policy.activation_checkpointing", "policy.compile", "policy.logit_chunk",
     "rollout.server_gpus", "rollout.urls", "rollout.tensor_parallel", "rollout.server_args", "rollout.concurrency",
     "rollout.call_timeout", "rollout.max_batch_tokens",
     # what it reports

@@ -103,6 +103,21 @@ def test_log_probs_and_entropies_are_those_of_plain_rows(oracle, shared, cell, s
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
+@both_families
+def test_compiled_blocks_compute_the_same_and_are_compiled_once_for_all_lengths(path, shared, cell):
+    compiled = load_policy(PolicyConfig(str(path), freeze=(), compile="always"), tiny.NEVER_SAMPLED)
+    graphs = []
+    for seed in (0, 3, 4):
+        bundles = tiny.random_bundles(seed, cell=cell)[0]
+        ours, theirs = compiled(bundles), shared(bundles)
+        torch.testing.assert_close(ours.logprobs, theirs.logprobs, atol=1e-5, rtol=1e-5)
+        mine, other = (gradients(p, out.logprobs.sum()) for p, out in ((compiled, ours), (shared, theirs)))
+        assert relative_error(mine, other) < 1e-5
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0 and len(set(graphs)) == 1
+
+
 # ------------------------------------------------------------------------------------------------ edges
 
 
