@@ -134,19 +134,20 @@ def _read_gold(answer: Any, kind: str) -> str:
 def _read_choice(gold: str, options: tuple[str, ...], question: str) -> tuple[str, tuple[str, ...]]:
     """Return the gold letter of an mcq, and its options: those of the row, or those that its question lists, as in published
     rows. The gold is the text of one option, or begins with a letter."""
-    # Only the row's own options limit the letter, because a list in the question may be another list.
-    allowed = LETTERS[: len(options)] if options else LETTERS
     shown = options or listed_options(question)
+    letter = ""
     label = re.match(r"\(?([A-J])(?:[.):]|$)", gold, re.I)  # "B", "(b)", "B. A dog"; but not "A dog"
-    letter = label[1].upper() if label else ""
+    if label:
+        letter = label[1].upper()
     if shown.count(gold) == 1 and gold.upper() not in tuple(LETTERS):  # "B" is the letter, even if an option is "B"
         letter = LETTERS[shown.index(gold)]
+
+    # Only the row's own options limit the letter. If it lies outside a list in the question, that is another list.
+    allowed = LETTERS[: len(options) or None]
     if not letter or letter not in allowed:
         rule = f"must begin with a letter of {allowed}, as in (B), or be the text of one option"
         raise RowError(f"answer = {gold!r}: the answer of an mcq {rule}")
-    if letter not in LETTERS[: len(shown)]:  # the list in the question is another one
-        shown = ()
-    return letter, shown
+    return letter, shown if letter in LETTERS[: len(shown)] else ()
 
 
 def read_options(options: Any) -> tuple[str, ...]:
@@ -276,6 +277,9 @@ def parse_dialogue(row: dict, origin: str, root: Path) -> Dialogue:
     )
 
 
+# ------------------------------------------------------------------------------------------------ their texts and media
+
+
 def _read_parts(message: dict, root: Path) -> list[str | Media]:
     """Return a message's texts and media."""
     if message.get("tool_calls"):
@@ -361,6 +365,9 @@ def _read_column(kind: str, row: dict, root: Path) -> list[Media]:
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         raise RowError(f"`{kind}s` = {entries!r}: must be a list of paths")
     return [_read_media({kind: entry}, root) for entry in entries]
+
+
+# ------------------------------------------------------------------------------------------------ their turns
 
 
 def _read_turns(role: str, parts: list[str | Media]) -> list[dict]:

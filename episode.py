@@ -135,6 +135,11 @@ class Group:
         """The episodes that did not fail. Only they are rewarded, compared and trained on."""
         return [episode for episode in self.episodes if not episode.error_kind]
 
+    @property
+    def flat(self) -> bool:
+        """No episode is better or worse than the others: all advantages are 0."""
+        return not any(episode.advantage or episode.anchor_advantage for episode in self.episodes)
+
 
 # ------------------------------------------------------------------------------------------------ records of episodes
 

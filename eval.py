@@ -35,7 +35,7 @@ from episode import Episode, dump
 from evals import tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, load_split
 from evals.protocols import Prompting, run_protocol
-from evals.results import read_results, resume, unlike_published
+from evals.results import default_names, read_results, resume, unlike_published
 from rewards import RewardConfig, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive_seed
 from runtime.answers import final_answer
@@ -46,7 +46,6 @@ from runtime.config import ConfigError, refuse_below_1, suggest
 from runtime.dataset import DataError
 from runtime.engine import run_all
 from runtime.open_engine import open_engine
-from runtime.plan import PUBLISHED
 from runtime.policy import MODELS
 from runtime.prompts import Prompts
 from runtime.render import Renderer
@@ -201,6 +200,7 @@ def main(cfg: EvalConfig) -> int:
 
     # Ask the remaining items. Nothing is written before the engine is up.
     if items_are_left(jobs):
+        require_engine(cfg, folder)
         # config.yaml keeps `think_prefix: null`, so that the same command resumes. Only the agents get its value.
         rollout = as_trained(cfg.rollout, folder)
         logs = Path(cfg.run) / "logs"
@@ -278,32 +278,10 @@ def as_trained(rollout: RolloutConfig, folder: Path) -> RolloutConfig:
     return replace(rollout, think_prefix=trained.get("think_prefix", False))
 
 
-# Rows of the paper's table, and checkpoints of their sizes.
-SIZES = {"ParaVT-8B": "Qwen/Qwen3-VL-8B-Instruct", "Qwen2.5-VL-7B": "Qwen/Qwen2.5-VL-7B-Instruct"}
-
-
 def with_names(cfg: EvalConfig) -> EvalConfig:
-    """Derive the run and the name from the checkpoint if they are not given: runs/X/model -> X,
-    runs/X/models/step-N -> X-step-N, owner/model -> model."""
-    *above, label = Path(cfg.checkpoint).parts
-    if label == "model" and above:
-        label = above[-1]
-    elif len(above) > 1 and above[-1] == "models":
-        label = f"{above[-2]}-{label}"
-
-    # A name that begins with a row of the paper's table gets the published numbers.
-    size = sizes_of(read_json(Path(cfg.checkpoint) / "config.json") or PUBLISHED.get(cfg.checkpoint, {}))
-    name = label
-    for row, same_size in SIZES.items():
-        if size == sizes_of(PUBLISHED[same_size]):
-            name = f"{row} ({label})"
-    return replace(cfg, run=cfg.run or f"runs/eval/own/{label}", name=cfg.name or name)
-
-
-def sizes_of(model: dict) -> tuple:
-    """Return the family, the width and the depth that a config.json describes."""
-    text = model.get("text_config", model)
-    return model.get("model_type"), text.get("hidden_size"), text.get("num_hidden_layers")
+    """Derive the run and the name from the checkpoint, unless they are given."""
+    run, name = default_names(cfg.checkpoint)
+    return replace(cfg, run=cfg.run or run, name=cfg.name or name)
 
 
 # ------------------------------------------------------------------------------------------------ checks
@@ -315,12 +293,15 @@ def dry_run(cfg: EvalConfig) -> None:
     print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
     for note in unlike_published(cfg):
         print(f"  note    {note}")
-    prepare(cfg, dry=True)
+    jobs, folder, _ = prepare(cfg, dry=True)
+    if items_are_left(jobs):
+        require_engine(cfg, folder)
+        passed("model and judge", dry=True)
 
 
 def prepare(cfg: EvalConfig, dry: bool = False) -> tuple[list[Job], Path | None, Renderer | None]:
-    """Return the jobs, and the checkpoint's folder and renderer. Refuse what cannot run, or would mix its results with others,
-    before anything is written or loaded. A dry run downloads no checkpoint, and returns None for one on the hub."""
+    """Return the jobs, and the checkpoint's folder and renderer. Refuse what cannot run, or would mix its results with others.
+    Nothing is written or loaded. A dry run downloads no checkpoint, and returns None for one on the hub."""
     jobs = list_jobs(cfg, dry)
 
     # The checkpoint.
@@ -338,11 +319,6 @@ def prepare(cfg: EvalConfig, dry: bool = False) -> tuple[list[Job], Path | None,
     if folder:
         refuse_other_weights(Path(cfg.run), folder, f"checkpoint = {cfg.checkpoint!r}")
     passed(f"run: {cfg.run}", dry)
-
-    # The model and the judge, if there is something to ask.
-    if items_are_left(jobs):
-        require_engine(cfg, folder)
-        passed("model and judge", dry)
     return jobs, folder, renderer
 
 

@@ -44,7 +44,7 @@ class GRPOConfig:
     kl_coef: float = 0.01
     """beta; 0 loads no reference."""
     clip_eps: float = 0.2
-    """eps of the paper's equation. With one update per batch the ratio is 1, and the clip has no effect."""
+    """eps of the paper's equation. With one update per batch the clip has no effect (see above)."""
     normalise: Literal["group", "batch"] = "group"
     """group: by the group's mean and std. batch: then also by the batch's std, which is small if many groups are flat."""
     behaviour_cap: float = 5.0
@@ -129,9 +129,8 @@ def make_train_groups(
                     pairs.append((report, np.full(len(report.ids), episode.advantage, np.float32)))
         tokens += sum(trajectory.n_sampled for trajectory, _ in pairs)
 
-        # Skip a group that teaches nothing: R and R_anchor are flat, and there is no KL.
-        varies = any(episode.advantage or episode.anchor_advantage for episode in group.ran)
-        if varies or cfg.kl_coef:
+        # Skip a group that teaches nothing: it is flat, and there is no KL.
+        if cfg.kl_coef or not group.flat:
             for part in share_prompts(pairs, cfg.train_tokens):
                 train_groups.append(train_group_of(part))
     return train_groups, sum_over_ranks({"tokens": float(tokens)})["tokens"]

@@ -36,7 +36,7 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
     for group in groups:
         for k in ks:
             seen[f"share/K={k}"].append(group.k == k)
-        seen["flat_groups"].append(not any(e.advantage or e.anchor_advantage for e in group.episodes))
+        seen["flat_groups"].append(group.flat)
         for episode in group.episodes:
             seen["failed_rate"].append(bool(episode.error_kind))
 

@@ -46,7 +46,7 @@ Elements = list[str]  # the tags and texts of one turn, as split_turn returns th
 
 @dataclass(frozen=True)
 class Anchor:
-    """Selective Anchoring: R_anchor = alpha * closed + beta * flow - gamma * unpaired."""
+    """Selective Anchoring: who gets R_anchor, and its weights."""
 
     credit: Literal["struct", "off"] = "struct"
     """struct: structural tokens get the advantage of R_anchor. off: R_anchor is only logged."""
@@ -59,7 +59,7 @@ class Anchor:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """Weights and options of the reward R = R_acc + w_fmt * R_fmt + w_tool * R_tool."""
+    """Weights and options of the reward."""
 
     w_fmt: float = 1.0
     w_tool: float = 1.0

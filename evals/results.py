@@ -1,4 +1,4 @@
-"""results.py: the result files of eval.py: read them, resume them, average them, and compare a run with the published one.
+"""results.py: the result files of eval.py: read them, resume them, average them, name a run, and compare it with the published one.
 
     kept, items = resume(path, items)   # the records to keep, and the items to ask
     results = read_results(path)        # one file; its name says split, K and arm
@@ -25,6 +25,7 @@ from evals import benchmarks
 from runtime import config
 from runtime.checks import MAY_CHANGE, RESULTS
 from runtime.dataset import DataError
+from runtime.plan import PUBLISHED
 from runtime.visual import VisualContract, read_json
 
 PUBLISHED_FILE = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
@@ -158,6 +159,34 @@ def costs(results: Results) -> dict[str, float]:
 
 
 # ------------------------------------------------------------------------------------------------ the published run
+
+
+# Rows of the paper's table, and checkpoints of their sizes.
+ROW_SIZES = {"ParaVT-8B": "Qwen/Qwen3-VL-8B-Instruct", "Qwen2.5-VL-7B": "Qwen/Qwen2.5-VL-7B-Instruct"}
+
+
+def default_names(checkpoint: str) -> tuple[str, str]:
+    """Return the run's folder and the row's name of a checkpoint, from the label X in it: runs/X/model -> X,
+    runs/X/models/step-N -> X-step-N, owner/model -> model."""
+    *above, label = Path(checkpoint).parts
+    if label == "model" and above:
+        label = above[-1]
+    elif len(above) > 1 and above[-1] == "models":
+        label = f"{above[-2]}-{label}"
+
+    # A name that begins with a row of the paper's table gets the published numbers.
+    size = size_of(read_json(Path(checkpoint) / "config.json") or PUBLISHED.get(checkpoint, {}))
+    name = label
+    for row, same_size in ROW_SIZES.items():
+        if size == size_of(PUBLISHED[same_size]):
+            name = f"{row} ({label})"
+    return f"runs/eval/own/{label}", name
+
+
+def size_of(model: dict) -> tuple:
+    """Return the family, the width and the depth that a config.json describes."""
+    text = model.get("text_config", model)
+    return model.get("model_type"), text.get("hidden_size"), text.get("num_hidden_layers")
 
 
 def unlike_published(cfg: Any) -> list[str]:

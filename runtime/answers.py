@@ -100,7 +100,7 @@ def score_answer(
         return None, 0.0
     if kind == "mcq":
         letter = parse_letter(text, options)
-        return letter, float(letter == gold.strip("() .").upper())
+        return letter, float(letter == gold)
     if kind == "tvg":
         span = parse_span(text)
         gold_span = parse_span(gold)

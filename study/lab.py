@@ -57,14 +57,17 @@ def episode_of_turns(turns: list[str], task: Task, renderer, executed: int = 0, 
     return Episode(task, 64, main, calls)
 
 
-def kind_of(answer: str) -> str:
-    """Return the kind of question that has this gold answer."""
-    if answer.strip("() .").upper() in tuple(LETTERS):
-        return "mcq"
+def task_of(answer: str) -> Task:
+    """Return a task with this gold answer, which tells the kind of its question."""
+    kind = "oe"
     words = re.findall(r"[^\W\d_]+", answer)
-    if parse_span(answer) and set(words) <= {"to", "s"}:  # "12.5 s to 20.1 s", but not "2 cats and 3 dogs"
-        return "tvg"
-    return "oe"
+    letter = answer.strip("() .").upper()
+    if letter in tuple(LETTERS):
+        kind = "mcq"
+        answer = letter
+    elif parse_span(answer) and set(words) <= {"to", "s"}:  # "12.5 s to 20.1 s", but not "2 cats and 3 dogs"
+        kind = "tvg"
+    return Task("lab", "", (), kind, answer)
 
 
 def main() -> None:
@@ -76,7 +79,7 @@ def main() -> None:
     args = parser.parse_args()
     renderer = Characters()
     turns = [turn.replace("\\n", "\n") + END_OF_TURN for turn in args.turns]
-    task = Task("lab", "", (), kind_of(args.answer), args.answer)
+    task = task_of(args.answer)
     episode = episode_of_turns(turns, task, renderer, args.executed)
     try:
         cfg = config.load(RLConfig, args.config).reward if args.config else RewardConfig()

@@ -161,7 +161,7 @@ def test_a_fallback_answer_is_the_text_without_calls_and_pieces_of_tags():
 
 
 def test_an_answer_is_a_letter_a_span_or_text():
-    assert score_answer("B. blue", "mcq", "(b)", ("red", "blue")) == ("B", 1)  # some rows write their gold so
+    assert score_answer("B. blue", "mcq", "B", ("red", "blue")) == ("B", 1)
     assert score_answer("1.25 to 20.1", "tvg", "[12.5, 20.1]") == ((1.25, 20.1), pytest.approx(7.6 / 18.85))
     assert score_answer("a red car", "oe", "red car") == ("a red car", 1)
     for text, kind in (("", "oe"), (None, "mcq"), ("soon", "tvg")):
