@@ -207,12 +207,16 @@ def with_tokenizer(folder: Path, model_type: str = "qwen3_vl") -> Path:
     text = TWO_B["text_config"]
     sizes = {name: text[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads", "head_dim")}
     sizes |= {"num_hidden_layers": 8, "num_key_value_heads": 8, "rope_parameters": text["rope_parameters"]}
+    sizes |= {"max_position_embeddings": 65_536}  # SGLang refuses a longer context
     if not GPU:
         contract = tiny.CONTRACT if qwen3 else tiny.CONTRACT_14
         return tiny.build(folder, model_type=model_type, contract=contract)
     contract = VisualContract() if qwen3 else VisualContract(patch=14, frame_pixels=224 * 224)  # 64 tokens a frame
     tower = (EIGHT_B if qwen3 else SEVEN_B)["vision_config"] | {"out_hidden_size": text["hidden_size"]}
-    return tiny.build(folder, model_type=model_type, contract=contract, vision=tower, **sizes)
+    tiny.build(folder, model_type=model_type, contract=contract, vision=tower, **sizes)
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"float32"', '"bfloat16"'))  # SGLang would run fp32 weights in fp16
+    return folder
 
 
 @pytest.mark.slow
@@ -257,7 +261,8 @@ def test_an_sglang_server_agrees_with_the_trainer(toy_dir, tmp_path):
     if not GPU or not find_spec("sglang"):
         pytest.skip("needs a GPU and SGLang in this environment; test_sglang.py has a server on a CPU")
     changes = [f"run={tmp_path / 'run'}", f"policy.checkpoint={with_tokenizer(tmp_path / 'model')}", "steps=1"]
-    changes += [f"data.sources=[{{path: {toy_dir / 'rl.parquet'}}}]", "batch_tasks=1", "save_every=1000"]
+    changes += [f"data.sources=[{{path: {toy_dir / 'rl.parquet'}}}]", "data.video_root=''", "batch_tasks=1"]
+    changes += ["save_every=1000"]
     config = scripts.REPO / "configs" / "paragrpo_2b_1gpu.yaml"
     told = scripts.finish(scripts.start("rl.py", config, *changes, anew=True))
     assert "trainer and engine agree" in told
