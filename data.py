@@ -15,11 +15,16 @@ An SFT row, and what parse_dialogue(row, origin, root) makes of it. sft.encode_d
     -> Dialogue("rows.jsonl:0", "main", "Which?", (Media("/videos/a.mp4"),), turns)
        turns: assistant "<think>\\nI look. ...", tool "A red flash.", assistant "<think>\\nRed. ..."
 
-Published SFT rows write the same turns in many ways. A Dialogue has the form that a rollout produces: one turn per tool
-response, a line break after `<think>`, no white space around a report.
+Published SFT rows write the same turns in several ways. A Dialogue has the form that a rollout produces:
 
-`origin` is the row's name, and relative paths start at `root`. `prompt`, `extra_info` and `messages` may also be JSON strings.
-A row that cannot be used raises RowError. runtime/dataset.py streams the rows, and `--check-data` checks them.
+    tool results   `tool` messages, or <tool_response> blocks in a user message -> one `tool` turn each, without white
+                   space around the report
+    media          parts of a message, or `videos` and `images` columns with a <video> or <image> for each -> Media
+    thoughts       with or without a line break after `<think>` -> with one
+    agent          the optional column `agent`: main, direct or sub; with `request` and `system`, a sub-agent's prompts
+
+`origin` is the row's name, and relative paths start at `root`. `prompt`, `extra_info`, `messages` and `videos` may also be JSON
+strings. A row that cannot be used raises RowError. runtime/dataset.py streams the rows, and `--check-data` checks them.
 
 Deliberately missing: prompts. A row's system prompt is dropped, because SFT, RL and evaluation share runtime/prompts.py.
 """
@@ -243,11 +248,7 @@ class Dialogue:
 
 
 def parse_dialogue(row: dict, origin: str, root: Path) -> Dialogue:
-    """Return a row's dialogue. Tool results are `tool` messages, or user text in <tool_response> tags. Videos and images are parts
-    of the messages, or stand in columns of their own (`_place_media`).
-
-    Three more columns are optional. `agent` marks rows that teach another agent than the main one. `request` and `system` are
-    a sub-agent's prompts, if its tool brings its own."""
+    """Return a row's dialogue."""
     # Read each message as texts and media. Media of columns take the places that the messages leave for them.
     contents = []
     for message in _read_messages(row, "messages", "an SFT row"):

@@ -301,8 +301,12 @@ def open_sampler(cfg: RLConfig, source: Path, renderer: Renderer) -> Iterator[tu
     """Open engine, video decoders and the folders of weights and frames for the length of the block."""
     image_bytes = IMAGE_BYTES if cfg.rollout.uses_servers else 0
     with snapshot_folders(cfg.run, source, image_bytes) as (snapshots, frames):
-        engine = open_engine(source, renderer, cfg.rollout, Path(cfg.run) / "logs", frames)
-        with Videos(cfg.workers) as videos, contextlib.closing(Sampler(cfg, engine, renderer, videos)) as sampler:
+        logs = Path(cfg.run) / "logs"
+        with (
+            contextlib.closing(open_engine(source, renderer, cfg.rollout, logs, frames)) as engine,
+            Videos(cfg.workers) as videos,
+            contextlib.closing(Sampler(cfg, engine, renderer, videos)) as sampler,
+        ):
             yield sampler, WeightSync(snapshots, engine, cfg.rollout)
 
 

@@ -85,7 +85,7 @@ def rope_positions(
     at = pads_placed = images_placed = 0
     position = start
     while at < len(ids):
-        # text up to the next image, or to the end
+        # Text up to the next image, or to the end.
         text_end = pads[pads_placed] if pads_placed < len(pads) else len(ids)
         count = text_end - at
         positions[:, at:text_end] = position + np.arange(count)
@@ -93,7 +93,7 @@ def rope_positions(
         position += count
         if pads_placed == len(pads):
             break
-        # one image
+        # One image.
         rows, columns = images[images_placed] if images_placed < len(images) else (0, 0)
         count = rows * columns
         stop = at + count
@@ -128,7 +128,7 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
             height, width = clip.pixels.shape[1:3]
             images += [(height // cell, width // cell)] * len(clip.pixels)
 
-        # the prompt
+        # The prompt.
         prompt = np.array(bundle.prompt, np.int64)
         prompt_start, prompt_stop = end, end + len(prompt)
         placed, after_prompt, shown = rope_positions(prompt, images, image_pad, start=0)
@@ -138,7 +138,7 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
         segments.append(Segment(prompt_start, prompt_stop, prompt_start, prompt_start, is_prompt=True))
         end = prompt_stop
 
-        # its suffixes: each continues the prompt, not the suffix before it in the sequence
+        # Its suffixes: each continues the prompt, not the suffix before it in the sequence.
         for suffix, mask in zip(bundle.suffixes, bundle.masks, strict=True):
             if not bundle.prompt and mask[:1] == [1]:
                 raise ValueError("without a prompt, nothing predicts the first token of a row: its mask must be 0")

@@ -112,7 +112,7 @@ class Policy(nn.Module):
     ) -> PolicyOutput:
         """Score every token whose mask is 1, given the tokens before it: log softmax(logits / temperature).
         `features`: from the output of another policy with the same frozen tower."""
-        # pack the bundles into one sequence, each prompt once
+        # Pack the bundles into one sequence, each prompt once.
         packed = pack_bundles(bundles, self.model.config.image_token_id, self.patch * self.merge)
         forbidden = set(self.never_sampled) & set(packed.targets.tolist())
         if forbidden:
@@ -120,14 +120,14 @@ class Policy(nn.Module):
         predictors = torch.from_numpy(packed.predictors).to(self.device)  # [N]
         targets = torch.from_numpy(packed.targets).to(self.device)  # [N]
 
-        # run the vision tower, unless another policy did
+        # Run the vision tower, unless another policy did.
         if features is None:
             features = self.run_tower(bundles)  # [1 + D, M, H]
 
-        # run the text model, and keep the hidden states that predict a target
+        # Run the text model, and keep the hidden states that predict a target.
         hidden = run_text_model(self.model, packed, features, self.kernel, use_cache=False)[predictors]  # [N, H]
 
-        # score chunk by chunk
+        # Score chunk by chunk.
         head = self.model.lm_head.weight
         logprobs, entropies = _ChunkedLogprobs.apply(
             hidden, head, targets, temperature, self.never_sampled, self.cfg.logit_chunk

@@ -79,7 +79,7 @@ class Clip:
         return len(self.pixels)
 
 
-# ---- which frames: pure functions ----------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------ which frames: pure functions
 
 
 def uniform_indices(n_frames: int, k: int) -> list[int]:
@@ -100,7 +100,7 @@ def window_indices(times, start: float, end: float, fps: float, max_frames: int)
     return [first + (2 * j + 1) * m // (2 * n) for j in range(n)]  # midpoints of n equal bins of the m candidates
 
 
-# ---- the worker process: the only place that runs FFmpeg -----------------------------------------------------------
+# ------------------------------------------------------------------------------------------------ the worker process, which alone runs FFmpeg
 
 
 def _open(path: str):
@@ -258,7 +258,7 @@ def _serve(fd: int, timeout: float) -> None:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-# ---- the parent: workers, cache, quarantine ------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------ the parent: workers, cache, quarantine
 
 
 class _Worker:

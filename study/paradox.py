@@ -6,7 +6,9 @@
 
 A seed sets everything: clips, initial weights, order of the data, samples. All rows of a seed have the same cold start and
 the same budget. A job that is in ROOT/done (ROOT: runs/demo or runs/paradox) is not run again, so a study can be stopped at any time.
-Remove ROOT after a change of the code. Deliberately missing: tuning. A row differs from the others only in what its title says.
+Remove ROOT after a change of the code.
+
+Deliberately missing: tuning. A row differs from the others only in what its title says.
 """
 
 import argparse

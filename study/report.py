@@ -5,6 +5,7 @@
 
 A RUN is the folder of a training or an evaluation. Folders of one name share a color: a training and the evaluation of its
 model (runs/toy/grpo, runs/toy/eval/grpo), and seeds. Seeds are one line: their mean, with a band of one standard deviation.
+
 Deliberately missing: live updates, smoothing, and statistics beyond mean and deviation.
 """
 
@@ -48,8 +49,8 @@ LINES = {  # folder of a row of the toy -> its line; titles and colors are the R
     "paragrpo": {"label": "PARA-GRPO", "color": "#b8639a"},
 }
 # Panels: key -> title. The page folds the curves of all other keys of metrics.jsonl.
-RESULTS = {"accuracy": "accuracy", "calls": "κ: calls per episode", "well_formed": "exactly well-formed episodes"}
-CURVES = {"well_formed": RESULTS["well_formed"], "kappa": RESULTS["calls"], "f": "format reward f"}
+PANELS = {"accuracy": "accuracy", "calls": "κ: calls per episode", "well_formed": "exactly well-formed episodes"}
+CURVES = {"well_formed": PANELS["well_formed"], "kappa": PANELS["calls"], "f": "format reward f"}
 
 
 @dataclass
@@ -65,7 +66,7 @@ class RunData:
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def read_run(path: Path, model: Path | None = None) -> RunData:
+def read_run_data(path: Path, model: Path | None = None) -> RunData:
     """Read a run's folder, or a JSONL file of episodes."""
     run = RunData(path.resolve().name.removesuffix(".jsonl"))
     config = {}
@@ -219,7 +220,7 @@ def data_uri(file: io.BytesIO) -> str:
 # ------------------------------------------------------------------------------------------------ curves
 
 
-def values_of(runs: list[RunData], key: str, by: str) -> dict[str, dict[int, list[float]]]:
+def points_of(runs: list[RunData], key: str, by: str) -> dict[str, dict[int, list[float]]]:
     """Return the values of a metric: the runs' name -> step or K (`by`) -> one value per run."""
     values: dict[str, dict[int, list[float]]] = {}
     for run in runs:
@@ -233,7 +234,7 @@ def draw_panels(runs: list[RunData], panels: dict[str, str], by: str) -> Figure:
     """Draw panels (key -> title) side by side."""
     figure = Figure(figsize=(3.9 * len(panels), 2.9), layout="constrained")
     for axis, (key, title) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items()):
-        for name, values in values_of(runs, key, by).items():
+        for name, values in points_of(runs, key, by).items():
             x = sorted(values)
             mean = np.array([np.mean(values[i]) for i in x])
             std = np.array([np.std(values[i], ddof=1) if len(values[i]) > 1 else 0.0 for i in x])
@@ -276,8 +277,8 @@ def draw_section(runs: list[RunData], panels: dict[str, str], by: str) -> list[d
 def lead(runs: list[RunData]) -> str:
     """Return a sentence that says what the toy's three runs are and what to see, if all were evaluated at one K."""
     three = ("sft", "grpo", "paragrpo")
-    calls = values_of(runs, "calls", "K")
-    right = values_of(runs, "accuracy", "K")
+    calls = points_of(runs, "calls", "K")
+    right = points_of(runs, "accuracy", "K")
     common = set.intersection(*(set(right.get(name, ())) for name in three))
     if not common:
         return ""
@@ -299,7 +300,7 @@ def write_page(path: str | Path, runs: list[RunData]) -> None:
     content = {
         "lead": lead(runs),
         "sections": {
-            "After training": draw_section(runs, RESULTS, "K"),
+            "After training": draw_section(runs, PANELS, "K"),
             "While training": draw_section(runs, CURVES, "step"),
             "Other metrics": draw_section(runs, {key: key for key in sorted(others)}, "step"),
         },
@@ -321,7 +322,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="checkpoint with the tokenizer and contract of the episodes")
     args = parser.parse_args()
     try:
-        runs = [read_run(path, args.model) for path in args.runs]
+        runs = [read_run_data(path, args.model) for path in args.runs]
     except (ConfigError, DataError) as error:
         sys.exit(f"error: {error}")
     runs.sort(key=lambda run: [*LINES, run.name].index(run.name))  # in the order of LINES; others come last
@@ -332,7 +333,7 @@ def main() -> None:
     if args.png:
         args.png.mkdir(parents=True, exist_ok=True)
         draw_panels(runs, CURVES, "step").savefig(args.png / "curves.png", dpi=DPI)
-        draw_panels(runs, RESULTS, "K").savefig(args.png / "outcomes.png", dpi=DPI)
+        draw_panels(runs, PANELS, "K").savefig(args.png / "outcomes.png", dpi=DPI)
 
 
 if __name__ == "__main__":

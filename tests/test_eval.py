@@ -189,7 +189,7 @@ def test_saved_episodes_are_all_of_the_run_and_the_page_shows_them(write, model,
     episodes = load_episodes(tmp_path / "run" / "episodes" / "toy-K4-parallel.jsonl")
     records = read_results(results_file(tmp_path, "parallel")).records
     assert {e.task.id: e.rewards["R_acc"] for e in episodes} == {r["id"]: r["score"] for r in records[2:]}
-    page = report_page.read_run(tmp_path / "run", {})
+    page = report_page.read_run_data(tmp_path / "run", {})
     assert [len(episode["calls"]) for episode in page.episodes] == [1, 1]
 
 

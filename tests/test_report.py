@@ -23,7 +23,7 @@ from rewards import structural_mask
 from runtime.render import Renderer, load_tokenizer
 from runtime.visual import VisualContract
 from study import report
-from study.report import RunData, read_run, view_episode
+from study.report import RunData, read_run_data, view_episode
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": %d, "end_time": %d}}\n</tool_call>'
@@ -94,11 +94,11 @@ def test_runs_of_one_name_are_a_mean_with_a_band_of_one_standard_deviation():
 def test_an_evaluation_is_a_point_per_k_on_the_line_of_its_training(tmp_path):
     folder = write_evaluation(tmp_path / "eval" / "grpo", 4, [1, 1, 1, 1], arm="none")  # not shown
     write_evaluation(folder, 4, [1, 0, 0, 0])
-    runs = [read_run(folder), RunData("grpo", [{"step": 0, "f": 1.0}])]
-    assert report.values_of(runs, "accuracy", "K") == {"grpo": {4: [0.25]}}
-    assert report.values_of(runs, "calls", "K") == {"grpo": {4: [0.5]}}
-    assert report.values_of(runs, "well_formed", "K") == {"grpo": {4: [0.75]}}
-    assert report.values_of(runs, "f", "step") == {"grpo": {0: [1.0]}}
+    runs = [read_run_data(folder), RunData("grpo", [{"step": 0, "f": 1.0}])]
+    assert report.points_of(runs, "accuracy", "K") == {"grpo": {4: [0.25]}}
+    assert report.points_of(runs, "calls", "K") == {"grpo": {4: [0.5]}}
+    assert report.points_of(runs, "well_formed", "K") == {"grpo": {4: [0.75]}}
+    assert report.points_of(runs, "f", "step") == {"grpo": {0: [1.0]}}
 
 
 def test_a_metric_that_never_moves_has_no_panel():
@@ -124,7 +124,7 @@ def test_the_points_of_an_evaluation_are_means_over_the_items_of_all_splits(tmp_
     folder = write_evaluation(tmp_path / "grpo", 4, [1, 1, 1, 1])
     (folder / "toy-K4-parallel.jsonl").rename(folder / "charades-K4-parallel.jsonl")
     write_evaluation(folder, 4, [0, 0])
-    assert report.values_of([read_run(folder)], "accuracy", "K") == {"grpo": {4: [pytest.approx(4 / 6)]}}
+    assert report.points_of([read_run_data(folder)], "accuracy", "K") == {"grpo": {4: [pytest.approx(4 / 6)]}}
 
 
 def test_the_page_leads_with_the_three_runs_and_their_numbers_at_the_smallest_k_if_all_are_there():
@@ -148,12 +148,12 @@ def test_a_run_that_still_goes_on_shows_what_it_has(tmp_path, renderer, checkpoi
         file.write('{"step": 1, "f')
     file = run / "episodes" / "step-000000.jsonl"
     file.write_text(file.read_text()[:-2000])
-    read = read_run(run, checkpoint)
+    read = read_run_data(run, checkpoint)
     assert read.rows == [{"step": 0, "f": 0.5}]
     assert len(read.episodes) == 1
     begun = write_run(tmp_path / "b", [])
     (begun / "metrics.jsonl").unlink()
-    report.write_page(tmp_path / "page.html", [read_run(begun)])
+    report.write_page(tmp_path / "page.html", [read_run_data(begun)])
     assert content(tmp_path / "page.html")["runs"] == []
 
 
@@ -162,12 +162,12 @@ def test_a_page_shows_an_episode_with_numbers_that_are_none(tmp_path, renderer, 
     episodes = play(renderer)
     episodes[0].rewards = {"R": math.nan}
     run = write_run(tmp_path / "a", [], episodes, renderer)
-    report.write_page(tmp_path / "page.html", [read_run(run, checkpoint)])
+    report.write_page(tmp_path / "page.html", [read_run_data(run, checkpoint)])
     assert '"rewards":{"R":null}' in (tmp_path / "page.html").read_text("utf-8")
 
 
 def test_episodes_whose_videos_are_gone_are_shown_without_frames(tmp_path, renderer, checkpoint, capsys):
-    run = read_run(write_run(tmp_path / "run", [], play(renderer), renderer), checkpoint)
+    run = read_run_data(write_run(tmp_path / "run", [], play(renderer), renderer), checkpoint)
     assert said(run.episodes[0]["main"], "sampled") == FIRST + SECOND
     assert not any("picture" in token for episode in run.episodes for token in tokens(episode["main"], ""))
     assert "shown without frames: /gone/v.mp4" in capsys.readouterr().out
@@ -227,7 +227,7 @@ def test_a_file_of_episodes_has_each_frame_of_the_video_once(tmp_path, toy_dir, 
     with (tmp_path / "trace.jsonl").open("w") as file:
         for episode in played:
             dump(episode, file, renderer.readable)
-    run = read_run(tmp_path / "trace.jsonl", toy_dir / "model")
+    run = read_run_data(tmp_path / "trace.jsonl", toy_dir / "model")
     report.write_page(tmp_path / "page.html", [run])
     clips = [clip for agent in [played[0].main, *played[0].subagents] for clip in agent.clips]
     pictures = content(tmp_path / "page.html")["pictures"]
