@@ -23,7 +23,7 @@ Published SFT rows write the same turns in several ways. A Dialogue has the form
     thoughts       with or without a line break after `<think>` -> with one
     agent          the optional column `agent`: main, direct or sub; with `request` and `system`, a sub-agent's prompts
 
-`origin` is the row's name, and relative paths start at `root`. `prompt`, `extra_info`, `messages` and `videos` may also be JSON
+`origin` (file:row) names a row without an id, and relative paths start at `root`. `prompt`, `extra_info`, `messages` and `videos` may also be JSON
 strings. A row that cannot be used raises RowError. runtime/dataset.py streams the rows, and `--check-data` checks them.
 
 Deliberately missing: prompts. A row's system prompt is dropped, because SFT, RL and evaluation share runtime/prompts.py.
@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 from episode import Task
-from runtime.answers import LETTERS, normalise, parse_span
+from runtime.answers import LETTERS, letters_of, normalise, parse_span
 from runtime.dataset import RowError, decode_json
 from runtime.render import NO_REPORT, THINK_PREFIX
 from runtime.video import Clip, Videos
@@ -87,10 +87,10 @@ def _read_question(row: dict) -> str:
     return contents[-1].replace("<video>", "").strip()
 
 
-def _read_messages(row: dict, column: str, kind: str) -> list[dict]:
+def _read_messages(row: dict, column: str, needed_by: str) -> list[dict]:
     """Return the messages of an RL row or of an SFT row."""
     if column not in row:
-        raise RowError(f"{kind} needs the field `{column}`; this one has {', '.join(row)}")
+        raise RowError(f"{needed_by} needs the field `{column}`; this one has {', '.join(row)}")
     messages = decode_json(row[column], column)
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise RowError(f"`{column}` is not a list of messages")
@@ -123,7 +123,7 @@ def _read_paths(urls: Sequence[str], root: Path) -> list[str]:
 
 
 def _read_gold(answer: Any, kind: str) -> str:
-    """Return the gold answer as text. Refuse one that no answer can match. Parquet fills gaps with None."""
+    """Return the gold answer as text. Refuse one that no answer can match. In parquet, a missing answer is None."""
     if isinstance(answer, list | dict) and kind != "tvg":  # [12.5, 20.1] is a span
         raise RowError(f"answer = {answer!r}: must be one text")
     gold = "" if answer is None else str(answer).strip()
@@ -148,11 +148,13 @@ def _read_choice(gold: str, options: tuple[str, ...], question: str) -> tuple[st
         letter = LETTERS[shown.index(gold)]
 
     # Only the row's own options limit the letter. If it lies outside a list in the question, that is another list.
-    allowed = LETTERS[: len(options) or None]
+    allowed = letters_of(options)
     if not letter or letter not in allowed:
-        rule = f"must begin with a letter of {allowed}, as in (B), or be the text of one option"
+        rule = f"must begin with a letter of {''.join(allowed)}, as in (B), or be the text of one option"
         raise RowError(f"answer = {gold!r}: the answer of an mcq {rule}")
-    return letter, shown if letter in LETTERS[: len(shown)] else ()
+    if letter not in letters_of(shown):
+        shown = ()
+    return letter, shown
 
 
 def read_options(options: Any) -> tuple[str, ...]:
@@ -170,7 +172,7 @@ def listed_options(question: str) -> tuple[str, ...]:
     for form in (one_per_line, in_one_line):
         labels = list(re.finditer(form, question))
         letters = "".join(label[1] for label in labels)
-        # Find the longest sequence A, B, C, ... without a gap, and take its last occurrence.
+        # Find the longest sequence A, B, C, ... without a gap, and take its last occurrence: in "ABCABC", the second.
         for count in range(len(LETTERS), 1, -1):
             first = letters.rfind(LETTERS[:count])
             if first >= 0:
@@ -243,8 +245,8 @@ class Dialogue:
     question: str
     media: tuple[Media, ...]  # videos and images beside the question
     turns: tuple[dict, ...]  # the renderer's messages: {"role": assistant | user | tool, "content": [str | Media, ...]}
-    request: str = ""  # the sub-agent's instruction, as in tools.ClipForSubagent; empty: prompts.SUBAGENT_REQUEST
-    system: str = ""  # the sub-agent's system prompt; empty: prompts.subagent_system_prompt
+    request: str = ""  # the sub-agent's instruction and system prompt, as in tools.ClipForSubagent
+    system: str = ""
 
 
 def parse_dialogue(row: dict, origin: str, root: Path) -> Dialogue:
@@ -278,7 +280,7 @@ def parse_dialogue(row: dict, origin: str, root: Path) -> Dialogue:
     )
 
 
-# ------------------------------------------------------------------------------------------------ their texts and media
+# ------------------------------------------------------------------------------------------------ SFT rows: texts and media
 
 
 def _read_parts(message: dict, root: Path) -> list[str | Media]:
@@ -352,8 +354,10 @@ def _place_media(contents: list[tuple[str, list]], row: dict, root: Path) -> lis
     placed = []
     for role, parts in contents:
         if role in ("user", "tool"):
-            pieces = [piece for part in parts for piece in re.split("(<video>|<image>)", part)]
-            parts = [media[piece].pop(0) if piece in media else piece for piece in pieces]
+            texts, parts = parts, []
+            for text in texts:
+                for piece in re.split("(<video>|<image>)", text):
+                    parts.append(media[piece].pop(0) if piece in media else piece)
         placed.append((role, parts))
     return placed
 
@@ -368,7 +372,7 @@ def _read_column(kind: str, row: dict, root: Path) -> list[Media]:
     return [_read_media({kind: entry}, root) for entry in entries]
 
 
-# ------------------------------------------------------------------------------------------------ their turns
+# ------------------------------------------------------------------------------------------------ SFT rows: turns
 
 
 def _read_turns(role: str, parts: list[str | Media]) -> list[dict]:

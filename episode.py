@@ -5,8 +5,8 @@
     keep_episodes(groups, renderer.readable, path)                 # one line of JSON per episode; `dump` writes one
     load_episodes(path) -> episodes
 
-rl.py and eval.py write episodes to RUN/episodes/, and `study.ask --trace` to a file. `study.report` shows them. This file
-imports only Clip, so every other file may import it.
+rl.py and eval.py write episodes to RUN/episodes/, and `study.ask --trace` to a file. `study.report` shows them. It imports only
+Clip, so every file may import it but runtime/video.py.
 
 Deliberately missing: pixels in the records, and reading the records of another version of this code.
 """
@@ -88,7 +88,7 @@ class Call:
 
 @dataclass
 class Episode:
-    """One attempt at a task. The rollout fills the fields down to `error_text`; rewards.py, metrics.py and grpo.py fill the rest."""
+    """One attempt at a task. The rollout fills the fields down to `error_text`; `rewards` and the advantages come after it."""
 
     task: Task
     k: int  # requested overview frames; a shorter video has fewer
@@ -99,7 +99,9 @@ class Episode:
     # "" if it ran, else RowError, VideoError, EngineError, Refusal (of an API), Stopped or JudgeError
     error_kind: str = ""
     error_text: str = ""  # the reason
-    rewards: dict[str, float] = field(default_factory=dict)  # R, its parts, and what metrics.py adds, by name
+    rewards: dict[str, float] = field(
+        default_factory=dict
+    )  # by name: R and its parts, and metrics.py's; eval.py has its own
     advantage: float = 0.0  # A_i, for every sampled token
     anchor_advantage: float = 0.0  # A_anchor_i, for structural tokens only (credit: struct)
 

@@ -138,11 +138,11 @@ class Job:
 def ask_item(
     item: Item, k: int, context: AgentContext, cfg: EvalConfig, judge: Judge
 ) -> tuple[dict[str, Any], Episode]:
-    """Ask one item. Return its line of the results, and its episode."""
+    """Ask one item. Return its record and its episode."""
     episode, answer = run_protocol(context, item, k, derive_seed(cfg.seed, item.task.id), cfg.prompting)
     turns = turn_texts(episode.main, context.renderer)
 
-    # Without an answer in the protocol's own form, take what the run accepts. Grade the answer.
+    # The answer: if it is not in the protocol's own form, read what the run accepts. Then grade it.
     tagged = answer is not None
     verdict = UNGRADED
     if not episode.error_kind:
@@ -153,17 +153,18 @@ def ask_item(
         except JudgeError as error:
             episode.fail(error)
 
-    # Our own agent also gets its format rewards, with the default weights whatever it was trained with, so that f compares.
+    # The format, of our own agent only: with the default weights, whatever it was trained with, so that f compares.
     format_rewards = {}
     if cfg.agentic and not episode.error_kind:
         parts = score(episode, context.renderer, RewardConfig())
         format_rewards = {"f": parts["f"], "well_formed": parts["well_formed"]}
+
+    # The record. The episode keeps its rewards for study.report.
     episode.rewards = {"R": verdict["score"], "R_acc": verdict["score"], **format_rewards}
+    return make_record(item, episode, turns, answer, tagged, verdict | format_rewards), episode
 
-    return line_of(item, episode, turns, answer, tagged, verdict | format_rewards), episode
 
-
-def line_of(
+def make_record(
     item: Item, episode: Episode, turns: list[str], answer: str | None, tagged: bool, grades: dict[str, Any]
 ) -> dict[str, Any]:
     """Describe the item, its answer and its costs."""
@@ -225,12 +226,12 @@ def main(cfg: EvalConfig) -> int:
 
 
 def run_job(job: Job, context: AgentContext, cfg: EvalConfig) -> None:
-    """Write the records to keep, then ask the other items concurrently. Each item appends its line when it ends."""
+    """Write the records to keep, then ask the other items concurrently. Each item appends its record when it ends."""
     # The file is read under the run's lock: until then, another process may have answered items.
     kept, items = resume(job.path, job.items)
     if not items:
         return
-    write_whole(job.path, "".join(json.dumps(line) + "\n" for line in kept))
+    write_whole(job.path, "".join(json.dumps(record) + "\n" for record in kept))
     judge = Judge(cfg.grading.judge)
     episodes = Path(cfg.run) / "episodes" / job.path.name
     writing = threading.Lock()
@@ -238,15 +239,15 @@ def run_job(job: Job, context: AgentContext, cfg: EvalConfig) -> None:
     with job.path.open("a", encoding="utf-8") as file, bar:
 
         def ask(item: Item) -> None:
-            """Ask an item in its thread, and write its line. Its episode is dropped, because the frames of all episodes would
+            """Ask an item in its thread, and write its record. Its episode is dropped, because the frames of all episodes would
             fill the memory."""
-            line, episode = ask_item(item, job.k, context, cfg, judge)
+            record, episode = ask_item(item, job.k, context, cfg, judge)
             with writing:
                 if cfg.save_episodes:
                     episodes.parent.mkdir(exist_ok=True)
-                    with episodes.open("a", encoding="utf-8") as record:
-                        dump(episode, record, context.renderer.readable)
-                file.write(json.dumps(line) + "\n")  # as ASCII, so that no separator of Unicode breaks the line
+                    with episodes.open("a", encoding="utf-8") as dumped:
+                        dump(episode, dumped, context.renderer.readable)
+                file.write(json.dumps(record) + "\n")  # as ASCII, so that no separator of Unicode breaks the line
                 file.flush()
                 bar.update()
 

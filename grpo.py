@@ -5,7 +5,7 @@
     measured = accumulate(policy, reference, train_groups, total_tokens, temperature, cfg)   # adds gradients
 
 Each equation stands above its code. Symbols: i an episode in a group of G, t a token of its output o_i, R_i its reward, r the
-ratio, N the target tokens of a forward pass.
+ratio, N the sampled tokens of a group or a micro-batch, suffix after suffix, as `Policy` returns them.
 
 The loss names three policies. pi_behaviour sampled the token, and the engine reported its log-prob (`behaviour_logprobs`). pi is
 the policy in training (`logprobs`), and pi_prox the policy before the first update on this batch. There is one update per
@@ -22,7 +22,7 @@ Deliberately missing, though GRPO implementations often have it:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -99,17 +99,19 @@ def assign_advantages(groups: Sequence[Group], cfg: GRPOConfig, anchor: Anchor) 
 
 @dataclass
 class TrainGroup:
-    """A group, or a part of it, as the loss needs it: the prompt once, and one suffix per trajectory.
-
-    [N]: the sampled tokens of the suffixes, in order; at most G suffixes, unless they are sub-agents' reports. A micro-batch
-    joins the [N] of its groups, also in order."""
+    """A group, or a part of it, as the loss needs it: the prompt once, and one suffix per trajectory: at most G, unless they are
+    sub-agents' reports."""
 
     bundle: Bundle
     advantages: np.ndarray  # float32 [N]: A_i,t
     behaviour_logprobs: np.ndarray  # float32 [N]: log pi_behaviour
 
 
-Pair = tuple[Trajectory, np.ndarray]  # a trajectory, and A_i,t of its tokens, [T]
+class TrainTrajectory(NamedTuple):
+    """A trajectory, and the advantage of each of its tokens."""
+
+    trajectory: Trajectory
+    advantages: np.ndarray  # float32 [T]: A_i,t
 
 
 def make_train_groups(
@@ -120,20 +122,21 @@ def make_train_groups(
     train_groups = []
     tokens = 0
     for group in groups:
-        # Pair each trajectory with the advantages of its tokens.
-        pairs = []
+        # Give each trajectory the advantages of its tokens.
+        trajectories = []
         for episode in group.ran:
-            pairs.append((episode.main, token_advantages(episode, anchor)))
+            trajectories.append(TrainTrajectory(episode.main, token_advantages(episode, anchor)))
             if subagents:  # a report has its episode's A_i, without the anchor
                 for report in episode.subagents:
-                    pairs.append((report, np.full(len(report.ids), episode.advantage, np.float32)))
-        tokens += sum(trajectory.n_sampled for trajectory, _ in pairs)
+                    advantages = np.full(len(report.ids), episode.advantage, np.float32)
+                    trajectories.append(TrainTrajectory(report, advantages))
+        tokens += sum(one.trajectory.n_sampled for one in trajectories)
 
         # Skip a group that teaches nothing: it is flat, and there is no KL.
         if cfg.kl_coef or not group.flat:
-            for part in share_prompts(pairs, cfg.train_tokens):
+            for part in share_prompts(trajectories, cfg.train_tokens):
                 train_groups.append(train_group_of(part))
-    return train_groups, sum_over_ranks({"tokens": float(tokens)})["tokens"]
+    return train_groups, float(sum(gather(tokens)))
 
 
 def token_advantages(episode: Episode, anchor: Anchor) -> np.ndarray:
@@ -143,13 +146,14 @@ def token_advantages(episode: Episode, anchor: Anchor) -> np.ndarray:
     return (episode.advantage + anchor.lam * episode.anchor_advantage * struct).astype(np.float32)
 
 
-def share_prompts(pairs: Sequence[Pair], budget: int) -> list[list[Pair]]:
+def share_prompts(trajectories: Sequence[TrainTrajectory], budget: int) -> list[list[TrainTrajectory]]:
     """Group trajectories by prompt, so that each prompt is computed once. A part has at most `budget` tokens, unless a single
     trajectory is longer. The next ones with that prompt start a new part, which repeats the prompt."""
-    parts: list[list[Pair]] = []
-    newest: dict[tuple, list[Pair]] = {}  # prompt_key -> its newest part
+    parts: list[list[TrainTrajectory]] = []
+    newest: dict[tuple, list[TrainTrajectory]] = {}  # prompt_key -> its newest part
     length: dict[tuple, int] = {}  # prompt_key -> the tokens of that part
-    for trajectory, advantages in pairs:
+    for one in trajectories:
+        trajectory = one.trajectory
         # The main agents of a group have the same prompt. Sub-agents' prompts with equal tokens, stamps included, can still
         # show different pixels.
         shown = [id(clip.pixels) for clip in trajectory.prompt_clips]
@@ -159,14 +163,14 @@ def share_prompts(pairs: Sequence[Pair], budget: int) -> list[list[Pair]]:
             newest[prompt_key] = []
             length[prompt_key] = trajectory.prompt_length
             parts.append(newest[prompt_key])
-        newest[prompt_key].append((trajectory, advantages))
+        newest[prompt_key].append(one)
         length[prompt_key] += n
     return parts
 
 
-def train_group_of(part: Sequence[Pair]) -> TrainGroup:
+def train_group_of(part: Sequence[TrainTrajectory]) -> TrainGroup:
     """Bundle trajectories with the same prompt."""
-    first, _ = part[0]
+    first = part[0].trajectory
     bundle = Bundle(first.ids[: first.prompt_length], [], [], list(first.prompt_clips))
     advantages, behaviour_logprobs = [], []
     for trajectory, own_advantages in part:
@@ -271,9 +275,9 @@ def micro_batch_losses(
             ref_logprobs = reference(bundles, temperature, output.features).logprobs  # [N]
 
     # A rank without groups still takes part in every collective, with N = 0.
-    none = np.zeros(0, np.float32)
-    advantages = np.concatenate([none, *(group.advantages for group in micro)])
-    behaviour_logprobs = np.concatenate([none, *(group.behaviour_logprobs for group in micro)])
+    empty = np.zeros(0, np.float32)
+    advantages = np.concatenate([empty, *(group.advantages for group in micro)])
+    behaviour_logprobs = np.concatenate([empty, *(group.behaviour_logprobs for group in micro)])
     advantages = torch.from_numpy(advantages).to(logprobs)  # [N]
     behaviour_logprobs = torch.from_numpy(behaviour_logprobs).to(logprobs)  # [N]
 

@@ -3,8 +3,8 @@
     add_format_metrics(groups, renderer, cfg)    # into the episodes' rewards: their tags, and f on the paper's scale
     describe(groups, ks, step)                   # means over all ranks: rewards, calls, reports, lengths
 
-grpo.accumulate measures the update (loss, KL, entropy, log-prob gaps), and runtime/run.py the speed. run.py
-writes everything to RUN/metrics.jsonl.
+The second half computes f as the released code does, only to compare it with the paper's. grpo.accumulate measures the update
+(loss, KL, entropy, log-prob gaps), and runtime/run.py the speed. run.py writes everything to RUN/metrics.jsonl.
 """
 
 import contextlib
@@ -45,12 +45,12 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
     own_kinds = {call.error for episode in ran for call in episode.calls if call.error}
     error_kinds = set(CALL_ERRORS).union(*gather(own_kinds))
     for episode in ran:
-        add_episode(seen, episode, step)
-        add_calls(seen, episode, error_kinds)
+        collect_episode(seen, episode, step)
+        collect_calls(seen, episode, error_kinds)
     return mean_over_ranks(seen)
 
 
-def add_episode(seen: dict[str, list[float]], episode: Episode, step: int) -> None:
+def collect_episode(seen: dict[str, list[float]], episode: Episode, step: int) -> None:
     """Add an episode's rewards, accuracy by K, calls (kappa is their number), lengths and staleness to the metrics."""
     for name, value in episode.rewards.items():
         seen[name].append(value)
@@ -71,7 +71,7 @@ def add_episode(seen: dict[str, list[float]], episode: Episode, step: int) -> No
         seen["staleness"].append(step - sum(versions) / len(versions))
 
 
-def add_calls(seen: dict[str, list[float]], episode: Episode, error_kinds: set[str]) -> None:
+def collect_calls(seen: dict[str, list[float]], episode: Episode, error_kinds: set[str]) -> None:
     """Add an episode's calls and their reports to the metrics."""
     for name in TOOLS:
         seen[f"calls/{name}"].append(sum(call.name == name and not call.error for call in episode.calls))
@@ -126,6 +126,8 @@ def tag_metrics(turns: list[Elements]) -> dict[str, float]:
 
 # ------------------------------------------------------------------------------------------------ f on the paper's scale
 
+MIN_CHARS = 10  # of a thought in the release; ours counts letters and digits (rewards.MIN_THOUGHT)
+
 
 def f_release(text: str, cfg: RewardConfig) -> float:
     """Return f as the released code computes it, to compare with the paper's. It is a metric and no part of R. `text` is the
@@ -133,10 +135,10 @@ def f_release(text: str, cfg: RewardConfig) -> float:
     # s = w_think * [thinks] + w_answer * [answers] + w_think_before_call * [thinks and calls, and <think> comes first]
     # R_anchor = alpha * [thinks and closed] + beta * [thinks, closed and answers] - gamma * [opened and not closed]
     # f = min(1, s + lambda * R_anchor + 0.1 * [s + lambda * R_anchor > 0, and the tags are balanced])
-    thinks = len(first_thought(text)) >= 10  # characters
+    thinks = len(release_thought(text)) >= MIN_CHARS
     answers = any(part.partition("<answer>")[2].strip() for part in text.split("</answer>")[:-1])
     before_calls = re.split("<tool_call>|<tool_code>", text)[0]
-    thinks_before_call = thinks and "<think>" in before_calls and contains_call(text)
+    thinks_before_call = thinks and "<think>" in before_calls and release_has_call(text)
     opened, closed = "<think>" in text, "</think>" in text
     names = ("think", "tool_call", "tool_code", "answer")
     balanced = all(text.count(f"<{name}>") == text.count(f"</{name}>") for name in names)
@@ -153,7 +155,7 @@ def f_release(text: str, cfg: RewardConfig) -> float:
     return min(1.0, s + 0.1 * (s > 0 and balanced))
 
 
-def first_thought(text: str) -> str:
+def release_thought(text: str) -> str:
     """Return the first thought as the release reads it. If no </think> follows, it ends at the next call, answer or end of turn."""
     thought = text.partition("<think>")[2]
     if "</think>" not in thought:
@@ -161,7 +163,7 @@ def first_thought(text: str) -> str:
     return thought.partition("</think>")[0].strip()
 
 
-def contains_call(text: str) -> bool:
+def release_has_call(text: str) -> bool:
     """Return whether the release finds a call: a JSON object with a name, or a line of code with a bracket. The call's tag need
     not be closed."""
     for call in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.S):

@@ -8,7 +8,7 @@
 
     score(episode, renderer, cfg, judge) -> {part: value}    all of these by name
     structural_mask(trajectory, renderer) -> [0 or 1]        struct(o): tags, ends of turns, white space after a tag
-    give_rewards(groups, renderer, cfg, judge)               writes both into the episodes
+    assign_rewards(groups, renderer, cfg, judge)               writes both into the episodes
 
 `score` is a pure function of an episode, apart from a judge. It reads only the assistant's turns, including the forced
 `<think>\\n`. For a tool call it checks whether the call ran, and never reads the text it returned.
@@ -31,8 +31,9 @@ from runtime.answers import final_answer, score_answer
 from runtime.api import Api, Judge, JudgeError
 from runtime.render import END_OF_TURN, TAG, TAG_PIECE, TAGS_AND_CODE, Renderer
 
+# What `score` returns; a new part stands in both.
 PARTS = ("R", "R_acc", "R_fmt", "R_tool", "f", "R_anchor", "well_formed")
-# A turn with more opening or closing tags of one kind is spam, and its episode scores 0.
+# A turn with more opening or closing tags of one kind is spam: its episode gets R = 0 and R_anchor = -gamma.
 TAG_LIMITS = {"think": 3, "answer": 3, "tool_call": 32}
 MIN_THOUGHT = 10  # letters or digits, of any script; a shorter thought earns nothing
 # Weights of the terms of R_fmt, without and with the paper's Answer Suffix. "answer" is opening tag + closing tag.
@@ -95,7 +96,8 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
 
     # Score the answer and the calls.
     task = episode.task
-    answer = final_answer(texts, cfg.untagged_answer)
+    tagged_answer = final_answer(texts)
+    answer = tagged_answer if tagged_answer is not None else final_answer(texts, cfg.untagged_answer)
     ask = judge and partial(judge, task.question)
     _, acc = score_answer(answer, task.kind, task.answer, task.options, cfg.open_answer, ask)
     tool = tool_reward(episode, acc)
@@ -103,9 +105,8 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
     # Score the format. Without a call, R_fmt is at most 0.8, or 0.7 with the plain weights.
     # R_fmt = min(0.9, s)                     + 0.1 * [flawless]
     # f     = min(0.9, s + lambda * R_anchor) + 0.1 * [flawless]
-    tagged = bool(final_answer(texts))
     turns_that_called = {call.turn for call in episode.calls if not call.error}
-    s, flawless = format_terms(turns, tagged, turns_that_called, cfg)
+    s, flawless = format_terms(turns, bool(tagged_answer), turns_that_called, cfg)
     anchor = anchor_reward(turns, cfg.anchor)
     fmt = min(0.9, s) + 0.1 * flawless
     f = min(0.9, s + cfg.anchor.lam * anchor) + 0.1 * flawless
@@ -130,7 +131,7 @@ def score_of_spam(cfg: RewardConfig) -> dict[str, float]:
     return parts
 
 
-def give_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> None:
+def assign_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> None:
     """Write the rewards and struct(o) of every episode that ran. If the judge fails, the episode gets an error instead."""
 
     def give(episode: Episode) -> None:

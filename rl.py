@@ -33,15 +33,15 @@ from torch import Tensor
 
 from data import draw_k, parse_task
 from episode import Group, Task, Trajectory, keep_episodes
-from grpo import GRPOConfig, accumulate, assign_advantages, make_train_groups
+from grpo import GRPOConfig, TrainGroup, accumulate, assign_advantages, make_train_groups
 from metrics import add_format_metrics, describe
-from rewards import RewardConfig, give_rewards
+from rewards import RewardConfig, assign_rewards
 from rollout import AgentContext, RolloutConfig, overview, render_prompt, rollout
 from runtime.api import Judge
 from runtime.checkpoints import load_policy
 from runtime.checks import require_servers
 from runtime.config import ConfigError, refuse_below_1
-from runtime.dataset import Dataset
+from runtime.dataset import Dataset, Draw
 from runtime.distributed import (
     barrier,
     gather,
@@ -156,11 +156,7 @@ def train(
     """Train to the last step: sample, reward, update, sync, evaluate, log, save."""
     renderer = sampler.renderer
     judge = Judge(cfg.reward.judge)
-    held_out = []
-    if cfg.val:  # this rank's share of the held-out tasks
-        val = Dataset(cfg.val, parse_task)
-        draws = val.batch(0, min(cfg.val_tasks, len(val)), rank(), world_size())
-        held_out = [draw.item for draw in draws]
+    held_out = read_held_out(cfg)
 
     # A thread samples the batches in order. With staleness 1 it is one step ahead of training.
     print0(f"sampling the first batch: {cfg.batch_tasks} x {cfg.grpo.group_size} episodes")
@@ -171,11 +167,10 @@ def train(
 
         # Sample: get this rank's groups of episodes.
         groups, sampling_seconds = sampler.get(step)
-        clock.seconds["sampling_seconds"] = sampling_seconds
         clock.lap("rollout")
 
         # Reward the episodes, compare them within their group, and collect what to train on.
-        give_rewards(groups, renderer, cfg.reward, judge)
+        assign_rewards(groups, renderer, cfg.reward, judge)
         add_format_metrics(groups, renderer, cfg.reward)
         refuse_empty(groups, step)
         assign_advantages(groups, cfg.grpo, cfg.reward.anchor)
@@ -201,17 +196,15 @@ def train(
         sync.publish(step + 1)
         clock.lap("publish")
 
-        # Gather what this step measured, and evaluate.
+        # Gather what this step measured. `seconds` ends with the sync: it includes no evaluation, log or save.
+        measured |= clock.seconds | {"sampling_seconds": sampling_seconds}
         measured |= describe(groups, cfg.choices_of_k, step)
-        tokens = sum(len(group.bundle) for group in train_groups)
-        # `seconds` ends with the sync: it includes no evaluation, log or save.
-        measured |= speed(policy.cfg, tokens, clock.seconds["train_seconds"]) | clock.seconds
-        measured |= sum_over_ranks({"bad_rows": len(sampler.dataset.bad)})
-        if cfg.rollout.uses_servers:
-            measured["servers"] = min(gather(len(sampler.engine.servers)))  # a rank stops using a server that fails
+        measured |= describe_run(sampler, policy, train_groups, clock)
+
+        # Evaluate, and start to sample a later batch while this step is logged and saved.
         if cfg.val and run.is_time(step, cfg.eval_every):
             measured |= evaluate(held_out, sampler, cfg, judge)
-        sampler.start(step + 1 + cfg.staleness)  # samples while this step is logged and saved
+        sampler.start(step + 1 + cfg.staleness)
 
         # Log.
         if rank() == 0:
@@ -221,6 +214,18 @@ def train(
 
         # Save.
         run.save(step)
+
+
+def describe_run(
+    sampler: "Sampler", policy: Policy, train_groups: Sequence[TrainGroup], clock: Clock
+) -> dict[str, float]:
+    """Return a step's speed, and how many rows and servers are left out. All ranks call it."""
+    tokens = sum(len(group.bundle) for group in train_groups)
+    measured = speed(policy.cfg, tokens, clock.seconds["train_seconds"])
+    measured |= sum_over_ranks({"bad_rows": len(sampler.dataset.bad)})
+    if sampler.cfg.rollout.uses_servers:
+        measured["servers"] = min(gather(len(sampler.engine.servers)))  # a rank stops using a server that fails
+    return measured
 
 
 # ------------------------------------------------------------------------------------------------ rollouts
@@ -258,36 +263,35 @@ class Sampler:
         """Sample the batch of a step, and report rows that turn out to be unusable."""
         cfg = self.cfg
         started = time.perf_counter()
-        tasks, ks = self.draw(step)
+        draws, ks = self.draw(step)
 
         # The decoders have little to do while this batch is sampled, so they decode the next batch's overviews.
         if step + 1 < cfg.steps:
             self.decoding.submit(self.look_ahead, *self.draw(step + 1))
 
         context = AgentContext(self.engine, self.renderer, self.videos, cfg.rollout, stopped=self.stopped)
+        tasks = [draw.item for draw in draws]
         groups = rollout(context, tasks, ks, cfg.grpo.group_size, cfg.seed, step)
 
         # If a prompt cannot be rendered, its row is a bad row.
-        for group in groups:
+        for draw, group in zip(draws, groups):
             first = group.episodes[0]
             if first.error_kind == "RowError":
-                self.dataset.reject(group.task.id, first.error_text)
+                self.dataset.reject(draw.origin, first.error_text)
         return groups, time.perf_counter() - started
 
-    def draw(self, step: int) -> tuple[list[Task], list[int]]:
-        """Return this rank's tasks of a step and their K."""
+    def draw(self, step: int) -> tuple[list[Draw], list[int]]:
+        """Draw this rank's rows of a step, and K for each (nFrames gating)."""
         cfg = self.cfg
-        tasks, ks = [], []
-        for draw in self.dataset.batch(step, cfg.batch_tasks, rank(), world_size()):
-            tasks.append(draw.item)
-            ks.append(draw_k(draw.item.id, draw.epoch, cfg.choices_of_k, cfg.seed))  # nFrames gating
-        return tasks, ks
+        draws = self.dataset.batch(step, cfg.batch_tasks, rank(), world_size())
+        ks = [draw_k(draw.item.id, draw.epoch, cfg.choices_of_k, cfg.seed) for draw in draws]
+        return draws, ks
 
-    def look_ahead(self, tasks: list[Task], ks: list[int]) -> None:
+    def look_ahead(self, draws: list[Draw], ks: list[int]) -> None:
         """Decode a batch's overviews into the cache of `videos`."""
-        for task, k in zip(tasks, ks):
+        for draw, k in zip(draws, ks):
             with contextlib.suppress(VideoError):  # the request that needs it raises again
-                overview(task, k, self.videos, self.renderer.contract)
+                overview(draw.item, k, self.videos, self.renderer.contract)
 
     def close(self) -> None:
         self.stopped.set()
@@ -313,6 +317,15 @@ def open_sampler(cfg: RLConfig, source: Path, renderer: Renderer) -> Iterator[tu
 # ------------------------------------------------------------------------------------------------ evaluation
 
 
+def read_held_out(cfg: RLConfig) -> list[Task]:
+    """Return this rank's share of the held-out tasks."""
+    if not cfg.val:
+        return []
+    val = Dataset(cfg.val, parse_task)
+    draws = val.batch(0, min(cfg.val_tasks, len(val)), rank(), world_size())
+    return [draw.item for draw in draws]
+
+
 def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judge) -> dict[str, float]:
     """Return greedy accuracy, kappa and format on held-out tasks at each K of `val_frames`, with tools and without."""
     asked, ks = [], []
@@ -326,7 +339,7 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
         greedy = replace(cfg.rollout, temperature=0.0, subagents=subagents, dispatch=dispatch)
         # The context has an event `stopped` of its own. A failed batch sets the sampler's, which must not end the evaluation.
         groups = rollout(AgentContext(sampler.engine, sampler.renderer, sampler.videos, greedy), asked, ks, 1)
-        give_rewards(groups, sampler.renderer, cfg.reward, judge)
+        assign_rewards(groups, sampler.renderer, cfg.reward, judge)
         for group in groups:
             [episode] = group.episodes
             seen[f"{name}/failed_rate"].append(bool(episode.error_kind))
@@ -359,14 +372,16 @@ def require_agreement(
     """Refuse a first batch whose log-probs the trainer does not reproduce."""
     # Check one episode: the shortest with a call, since crops differ in size from the overview; else the shortest.
     ran = [episode for group in groups for episode in group.ran]
-    main, subagent = [], []
+    main, report = [], []
     if ran:
         episode = min(ran, key=lambda episode: (not episode.n_executed, len(episode.main.ids)))
         main = [episode.main]
-        subagent = episode.subagents[:1]
-    gap = logprob_gap(policy, main, temperature)  # all ranks must call it, even without an episode
-    # A greedy sub-agent's log-probs are those of temperature 1. np.max keeps a NaN, which max() can drop.
-    largest = np.max(gather(np.max([gap, logprob_gap(policy, subagent, subagent_temperature or 1.0)])))
+        report = episode.subagents[:1]
+
+    # All ranks compute both gaps, even without an episode. A greedy report's log-probs are those of temperature 1.
+    main_gap = logprob_gap(policy, main, temperature)
+    report_gap = logprob_gap(policy, report, subagent_temperature or 1.0)
+    largest = np.max(gather([main_gap, report_gap]))  # np.max keeps a NaN, which max() can drop
     if not largest <= GAP_LIMIT:  # or NaN
         raise EngineError(
             f"trainer and engine disagree: their log-probs differ by {largest:.3f} on average; "
@@ -377,8 +392,10 @@ def require_agreement(
 
 def logprob_gap(policy: Policy, trajectories: Sequence[Trajectory], temperature: float) -> float:
     """Return the mean |trainer's - engine's log-prob| of the sampled tokens; 0 if there are none. All ranks call it."""
-    engines = torch.tensor([p for t in trajectories for p, m in zip(t.logprobs, t.mask) if m])
-    gaps = (trainer_logprobs(policy, trajectories, temperature) - engines).abs()
+    behaviour_logprobs = []
+    for trajectory in trajectories:
+        behaviour_logprobs += [p for p, sampled in zip(trajectory.logprobs, trajectory.mask) if sampled]
+    gaps = (trainer_logprobs(policy, trajectories, temperature) - torch.tensor(behaviour_logprobs)).abs()
     return gaps.sum().item() / max(1, len(gaps))
 
 

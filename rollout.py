@@ -12,8 +12,8 @@ The tokens of an episode and their mask (1: trained on):
     turn       ...
 
 Tokens are only appended: sampled ids exactly as the engine returned them, and the new ids of each tool turn. The calls of
-a turn run in parallel threads. Each call decodes its window and asks a sub-agent, which has the same weights and a fresh
-context. A failed call gives the model a text to read, and metrics count its Call.error. If the row, the video or the
+a turn run in parallel threads. A call of crop_video decodes its window and asks a sub-agent, which has the same weights
+and a fresh context. A failed call gives the model a text to read, and metrics count its Call.error. If the row, the video or the
 engine fails, Episode.error_kind is set. Deliberately missing: rewards, and training.
 """
 
@@ -29,13 +29,13 @@ from typing import Any, Literal
 
 from episode import Call, Episode, Group, Task, Trajectory
 from runtime.calls import parse_calls
-from runtime.config import refuse_below_1, suggest
+from runtime.config import refuse_below_1
 from runtime.dataset import RowError, row_errors
-from runtime.engine import Engine, EngineConfig, EngineError, run_all
+from runtime.engine import Engine, EngineConfig, EngineError, Sample, run_all
 from runtime.render import NO_REPORT, Rendered, Renderer
 from runtime.video import Clip, VideoError, Videos
 from runtime.visual import ContractError, VisualContract
-from tools import TOOLS, ClipForSubagent, ToolError, run_tool, schemas_of
+from tools import ClipForSubagent, ToolError, refuse_unknown_tools, run_tool, schemas_of
 
 # Texts that the main agent reads when a call did not run to its end, or when no more calls are allowed.
 GIVEN_UP = "This call took too long and was given up."
@@ -88,9 +88,7 @@ class RolloutConfig(EngineConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        unknown = [name for name in self.tools if name not in TOOLS]
-        if unknown:
-            raise ValueError(f"tools = {unknown}: not in tools.TOOLS; {suggest(unknown[0], TOOLS)}")
+        refuse_unknown_tools(self.tools)
         if self.dispatch != "none" and not self.tools:
             raise ValueError("tools = []: use `dispatch: none` for an agent without tools")
         for name in ("max_turns", "max_calls", "max_new_tokens", "max_context", "call_timeout", "concurrency"):
@@ -181,7 +179,7 @@ def run_episode(context: AgentContext, task: Task, k: int, prompt: Rendered, see
             calls, contents = run_calls(context, task, calls, calls_per_turn, derive_seed(seed, turn, "calls"))
             # The agent reads all results in one turn, in call order.
             if turn == turns_with_calls - 1:
-                contents[-1] = [*contents[-1], f"\n{NO_CALLS_LEFT}"]
+                contents[-1].append(f"\n{NO_CALLS_LEFT}")
             if not append_rendered(context, main, context.renderer.continuation(contents)):
                 break  # it never reads these results, so the calls do not count
             episode.calls += calls
@@ -194,16 +192,25 @@ def run_episode(context: AgentContext, task: Task, k: int, prompt: Rendered, see
 def open_trajectory(prompt: Rendered) -> Trajectory:
     """Return a trajectory that holds only the prompt."""
     trajectory = Trajectory(prompt_clips=list(prompt.clips), prompt_length=len(prompt.ids))
-    _extend(trajectory, prompt.ids)
+    append_given(trajectory, prompt.ids)
     return trajectory
 
 
-def _extend(trajectory: Trajectory, ids: list[int], mask: int = 0, logprobs: Sequence[float] = (), version=-1) -> None:
-    """Append tokens, and log-probs if they were sampled. A rollout appends in no other way."""
+def append_given(trajectory: Trajectory, ids: list[int]) -> None:
+    """Append tokens that the model reads."""
     trajectory.ids += ids
-    trajectory.mask += [mask] * len(ids)
-    trajectory.logprobs += logprobs or [0.0] * len(ids)
-    trajectory.versions += [version] * len(ids)
+    trajectory.mask += [0] * len(ids)
+    trajectory.logprobs += [0.0] * len(ids)
+    trajectory.versions += [-1] * len(ids)
+
+
+def append_sampled(trajectory: Trajectory, sample: Sample) -> None:
+    """Append tokens that the model wrote."""
+    trajectory.ids += sample.ids
+    trajectory.mask += [1] * len(sample.ids)
+    trajectory.logprobs += sample.logprobs
+    trajectory.versions += [sample.version] * len(sample.ids)
+    trajectory.finish = sample.finish
 
 
 def end_turn_at(trajectory: Trajectory, end: int) -> None:
@@ -223,7 +230,7 @@ def append_rendered(context: AgentContext, trajectory: Trajectory, delta: Render
     if len(trajectory.ids) + len(ids) + MIN_TURN_TOKENS > context.cfg.max_context:
         trajectory.finish = "length"
         return False
-    _extend(trajectory, ids)
+    append_given(trajectory, ids)
     trajectory.call_clips += delta.clips
     return True
 
@@ -233,7 +240,7 @@ def sample_main_turn(context: AgentContext, main: Trajectory, seed: int) -> str:
     cfg, renderer = context.cfg, context.renderer
     start = len(main.ids)
     if cfg.think_prefix:
-        _extend(main, renderer.think_prefix)
+        append_given(main, renderer.think_prefix)
     stop = renderer.ends_of_turn
     if cfg.dispatch == "sequential":
         stop += (renderer.end_of_call,)
@@ -268,8 +275,7 @@ def sample_turn(
     forbidden = set(sample.ids) & set(context.renderer.never_sampled)
     if forbidden:
         raise ContractError(f"the engine sampled tokens {sorted(forbidden)}, which stand for pixels and are banned")
-    _extend(trajectory, sample.ids, 1, sample.logprobs, sample.version)
-    trajectory.finish = sample.finish
+    append_sampled(trajectory, sample)
 
 
 # ------------------------------------------------------------------------------------------------ its calls in parallel
@@ -288,14 +294,15 @@ def run_calls(
     # This thread is itself an episode's. A call may hang: it is given up after `call_timeout` seconds.
     results = run_all(context.engine, jobs, at_once=len(jobs), timeout=context.cfg.call_timeout, nested=True)
 
-    # Give each call its outcome.
+    # Give each call its outcome: it ran, was given up, was over the limit, or could not be parsed and has its error already.
+    given_up = jobs.keys() - results.keys()
     outcomes, contents = [], []
     for i, call in enumerate(calls):
         clips = []
         if i in results:
             call, clips = results[i]
         else:
-            if i in jobs:
+            if i in given_up:
                 call = replace(call, error="timeout", text=GIVEN_UP, seconds=context.cfg.call_timeout)
             elif not call.error:
                 call = replace(call, error="over_limit", text=OVER_LIMIT.format(allowed))
@@ -312,7 +319,7 @@ def run_call(context: AgentContext, task: Task, call: Call, seed: int) -> tuple[
     error = ""
     window = None
     subagent = None
-    shown = []
+    frames_for_main = []
     try:
         result = run_tool(call, task, context.cfg.tools, context.videos, context.renderer.contract)
         if isinstance(result, str):
@@ -321,7 +328,7 @@ def run_call(context: AgentContext, task: Task, call: Call, seed: int) -> tuple[
             window = result.window
             context.observe("clip", replace(call, window=window))
             if context.cfg.tool_return == "frames":
-                shown = [result.frames]
+                frames_for_main = [result.frames]
                 text = f"{len(result.frames)} frames from {window[0]:.1f} s to {window[1]:.1f} s"
             else:
                 subagent, text = ask_subagent(context, result, seed)
@@ -334,7 +341,7 @@ def run_call(context: AgentContext, task: Task, call: Call, seed: int) -> tuple[
     seconds = time.perf_counter() - started
     call = replace(call, text=text, error=error, window=window, seconds=seconds, subagent=subagent)
     context.observe("report", call)
-    return call, shown
+    return call, frames_for_main
 
 
 def ask_subagent(context: AgentContext, clip: ClipForSubagent, seed: int) -> tuple[Trajectory, str]:

@@ -37,7 +37,7 @@ from runtime.render import TAG, Renderer
 from runtime.run import OptimConfig, Run, RunConfig, make_optimizer, optimizer_step, require_memory, utilisation
 from runtime.script import Script, command_line, open_run, run_training
 from runtime.video import Videos
-from tools import TOOLS, schemas_of
+from tools import refuse_unknown_tools, schemas_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +58,7 @@ class SFTConfig(RunConfig):
     def __post_init__(self):
         super().__post_init__()
         refuse_below_1(self, "batch_rows", "pack_tokens")
-        if unknown := set(self.tools) - set(TOOLS):
-            raise ValueError(f"tools = {sorted(unknown)}: not in tools.TOOLS; {suggest(min(unknown), TOOLS)}")
+        refuse_unknown_tools(self.tools)
         if unknown := set(self.kind_weights) - set(TOKEN_KINDS):
             advice = suggest(min(unknown), TOKEN_KINDS)
             raise ValueError(f"kind_weights = {sorted(unknown)}: not kinds of token; {advice}")
@@ -147,16 +146,16 @@ def batch_loss(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
     """Return the loss L over the micro-batches of all ranks, and the mean loss by kind of token. With gradients enabled, also
     add the gradient of L."""
     # Pad with empty micro-batches: all ranks must run the same collectives.
-    padding = max(gather(len(batch))) - len(batch)
-    batch = batch + [MicroBatch([], np.zeros(0, np.float32), np.zeros(0, str))] * padding
+    empty = MicroBatch([], np.zeros(0, np.float32), np.zeros(0, str))
+    batch = batch + [empty] * (max(gather(len(batch))) - len(batch))
 
-    total = sum_over_ranks({"w": float(sum(micro.loss_weights.sum() for micro in batch))})["w"]
+    total = sum(gather(float(sum(micro.loss_weights.sum() for micro in batch))))
     sums = Counter(loss=0.0, tokens=0.0)  # an empty batch adds no other keys
     for micro in batch:
         nll = -policy(micro.bundles).logprobs  # [N]
         weights = torch.from_numpy(micro.loss_weights).to(nll)  # [N]
         loss = (weights * nll).sum() / total
-        if loss.requires_grad:
+        if loss.requires_grad:  # not on held-out rows
             loss.backward()
 
         sums["loss"] += loss.item()
@@ -248,7 +247,7 @@ class Batches:
                 rows.append(future.result())
                 row_weights.append(draw.loss_weight)
             except RowError as error:
-                self.dataset.reject(draw.item.id, str(error))
+                self.dataset.reject(draw.origin, str(error))
 
         # Pack them into micro-batches.
         batch = []

@@ -3,7 +3,7 @@
     run_tool(call, task, names, videos, contract)    # return a ClipForSubagent or a str, or raise ToolError
 
 A `Tool` is a schema and a function; docs/add_a_tool.md adds one. The frames of a ClipForSubagent go to a sub-agent, and the
-main agent reads its report. With `tool_return: frames`, they go to the main agent itself. It reads a str unchanged.
+main agent reads its report. With `tool_return: frames`, they go to the main agent itself, as a str always does.
 
 Deliberately missing: tools that run code or use the network, and a check of arguments against the schema.
 """
@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from episode import Call, Task
+from runtime.config import suggest
 from runtime.video import Clip, VideoError, Videos
 from runtime.visual import VisualContract
 
@@ -26,7 +27,7 @@ MAX_TEXT_CHARS = 4000  # longest text of a tool, about 1000 tokens: 15 of them f
 _logged: set[tuple[str, type]] = set()  # (tool, exception type) whose traceback this process has logged
 
 
-def clip_text(text: str) -> str:
+def truncate(text: str) -> str:
     return text if len(text) <= MAX_TEXT_CHARS else text[:MAX_TEXT_CHARS] + " ... (clipped)"
 
 
@@ -36,7 +37,7 @@ class ToolError(Exception):
     def __init__(self, kind: str, text: str):
         if not (isinstance(kind, str) and kind):  # a call without an error counts as one that ran
             raise ValueError(f"ToolError's kind is {kind!r}: it must be a word, such as bad_arguments")
-        super().__init__(clip_text(str(text)))
+        super().__init__(truncate(str(text)))
         self.kind = kind
 
 
@@ -46,12 +47,14 @@ class ClipForSubagent:
 
     frames: Clip
     window: tuple[float, float]  # seconds
-    request: str = ""  # the sub-agent's instruction; empty: prompts.SUBAGENT_REQUEST
-    system: str = ""  # its system prompt; empty: prompts.subagent_system_prompt
+    request: str = ""  # the sub-agent's instruction; empty: the run's, or else prompts.SUBAGENT_REQUEST
+    system: str = ""  # its system prompt; empty: the run's, or else prompts.subagent_system_prompt
 
 
 @dataclass
 class Tool:
+    """What the model reads about a tool, and the function that runs it."""
+
     schema: dict  # OpenAI's function form, as make_tool writes it
     run: Callable[[Task, dict[str, Any], Videos, VisualContract], ClipForSubagent | str]
 
@@ -59,7 +62,8 @@ class Tool:
 # ------------------------------------------------------------------------------------------------ the tools
 
 # Add your tool here: a function like crop_video and an entry in TOOLS. choose_video, read_window, read_time and
-# read_number (below) read and check arguments. For any other mistake of the model, raise ToolError.
+# read_number (below) read and check arguments. For any other mistake of the model, raise ToolError. A tool that returns
+# something else than frames or a text needs its own branch in _check_result, rollout.run_call and study.report.decode_frames.
 
 
 def crop_video(task: Task, arguments: dict, videos: Videos, contract: VisualContract) -> ClipForSubagent:
@@ -97,6 +101,12 @@ TOOLS = {
         {"video_path": "string", "start_time": "number", "end_time": "number", "num_frames": "integer"},
     ),
 }
+
+
+def refuse_unknown_tools(names: Iterable[str]) -> None:
+    unknown = [name for name in names if name not in TOOLS]
+    if unknown:
+        raise ValueError(f"tools = {unknown}: not in tools.TOOLS; {suggest(unknown[0], TOOLS)}")
 
 
 def schemas_of(names: Iterable[str]) -> dict[str, dict]:
@@ -149,10 +159,10 @@ def read_window(arguments: dict, duration: float) -> tuple[float, float]:
 def read_number(value: Any, name: str) -> float:
     """Return a finite number. Refuse anything else."""
     try:
-        number = math.nan if isinstance(value, bool) or value is None else float(value)
+        number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
-    if not math.isfinite(number):
+    if isinstance(value, bool) or not math.isfinite(number):
         # ascii(): the model can write invalid Unicode.
         raise ToolError("bad_arguments", f"{name} must be a number, not {ascii(value)[:40]}.")
     return number
@@ -186,7 +196,7 @@ def run_tool(
 def _check_result(result: Any, contract: VisualContract) -> ClipForSubagent | str:
     """Return a tool's result with clipped text, or with times as floats. Raise if an agent cannot read it."""
     if isinstance(result, str):
-        return clip_text(result)
+        return truncate(result)
     if not isinstance(result, ClipForSubagent) or not (
         isinstance(result.request, str) and isinstance(result.system, str)
     ):

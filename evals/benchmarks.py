@@ -23,7 +23,7 @@ from pathlib import Path
 
 from data import listed_options, parse_task, read_options
 from episode import Task
-from runtime.answers import LEAD, LETTERS, score_answer, unboxed
+from runtime.answers import LEAD, LETTERS, letters_of, score_answer, unboxed
 from runtime.api import Judge
 from runtime.dataset import DataError, RowError, Rows
 
@@ -150,7 +150,7 @@ def _choice(id: str, question: str, options: Sequence[str], gold: str, video: st
     if not listed or not {option.strip(" \t;,") for option in options} <= set(listed):
         question += "".join(f"\n{letter}. {option}" for letter, option in zip(LETTERS, options))
     options = options or listed
-    if gold != UNANSWERABLE and gold not in tuple(LETTERS[: len(options) or None]):
+    if gold != UNANSWERABLE and gold not in letters_of(options):
         raise RowError(f"its answer {gold!r} is none of its {len(options)} options; hidden answers cannot be graded")
     return Item(Task(id, question, (video,), "mcq", gold, options))
 

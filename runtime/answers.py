@@ -12,18 +12,29 @@ A wrong reading is worse than none. A letter is read by these rules, and the fir
 5. The label after the last "option", "choose", "go with", "so" or "hence".
 6. The only letter that stands alone in the text.
 
-A span is the only two times of a text, or its last range ("12.5 - 20.1"). Qwen's models sometimes answer an English question in
+A span is read by these:
+1. The only two times of a text are a span.
+2. Of more times, the last two that are written as a range are: "12.5 - 20.1", "from 3 to 5".
+3. A text that cannot tell, denies its range, or offers another one has none.
+
+Qwen's models sometimes answer an English question in
 Chinese, so the patterns also match the Chinese words for "answer", "choose" and "not".
 """
 
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from runtime.render import END_OF_TURN, TAG_PIECE
 
 LETTERS = "ABCDEFGHIJ"  # of options
+
+
+def letters_of(options: Sequence[str]) -> tuple[str, ...]:
+    """Return the letters that can be the answer: one per option, or all ten if the options are unknown."""
+    return tuple(LETTERS[: len(options) or None])
+
 
 # ------------------------------------------------------------------------------------------------ the text of the answer
 
@@ -177,7 +188,7 @@ def parse_letter(text: str, options: tuple[str, ...] = ()) -> str | None:
     if not named and len(alone) == 1:
         named = list(alone)
     letter = named[-1].upper() if named else None
-    return letter if letter in tuple(LETTERS[: len(options) or None]) else None
+    return letter if letter in letters_of(options) else None
 
 
 # ------------------------------------------------------------------------------------------------ spans
@@ -200,17 +211,17 @@ _RANGE = (  # "12.5 - 20.1", "from 3 to 5", "between 3 and 5", "[3, 5]"
 
 def parse_span(text: str) -> tuple[float, float] | None:
     """Return a span in seconds. None: the text names no range, says that it cannot tell, or offers several."""
-    # Replace each time by a mark.
+    # Replace each time by a mark: "from 1:05 to 69 s" has the times 65 and 69.
     text = re.sub(_NO_TIMES, " ", unboxed(text).replace(_MARK, " "))
     times = [seconds_of_time(time) for time in re.finditer(_TIME, text)]
     masked = re.sub(_TIME, _MARK, text)
 
-    # Two times are a span whatever stands between them. Of more times, the last two that are written as a range are.
+    # Rules 1 and 2: find the ranges.
     ranges = list(re.finditer(_TWO_TIMES if len(times) == 2 else _RANGE, masked))
     if not ranges or re.search(r"(?i)cannot|can['’]t|unable|unclear", masked):
         return None
 
-    # Refuse "not 3 - 5" and "3 - 5 or 12 - 20".
+    # Rule 3: refuse "not 3 - 5" and "3 - 5 or 12 - 20".
     before = masked[: ranges[-1].start()]
     if re.search(r"(?i)(?:\b(?:not|and|or)|[不或])\W*(?:from |between )?\Z", before) or " or " in ranges[-1][0]:
         return None

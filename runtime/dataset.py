@@ -135,6 +135,7 @@ class Draw(NamedTuple):
     item: Any  # what `parse` makes of a row: a Task or a Dialogue
     epoch: int
     loss_weight: float  # of its source
+    origin: str  # the row's name, file:row, by which it is rejected
 
 
 class Dataset:
@@ -180,7 +181,7 @@ class Dataset:
             root = Path(self.cfg.video_root or rows.path.parent)
             try:
                 with row_errors():
-                    draws.append(Draw(self._parse(rows[row], origin, root), epoch, source.loss_weight))
+                    draws.append(Draw(self._parse(rows[row], origin, root), epoch, source.loss_weight, origin))
             except RowError as error:
                 self.reject(origin, str(error))
         return draws

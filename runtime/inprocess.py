@@ -51,7 +51,7 @@ class Request:
     seed: int
     stop: frozenset[int]
     shared_prefix: int  # number of leading ids that are prefilled once for all requests that share them
-    prompt_key: tuple = field(init=False)  # equal for equal ids and the same frame arrays, which are prefilled once
+    prompt_key: tuple = field(init=False)  # equal for the same shared ids and frame arrays, which are prefilled once
     random: np.random.Generator = field(init=False)
     result: Future = field(default_factory=Future)  # will hold the Sample
     position: int = 0  # M-RoPE position of the first sampled token

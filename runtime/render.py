@@ -24,7 +24,7 @@ from runtime.visual import ContractError, VisualContract, read_json
 VISION_START, IMAGE_PAD, VISION_END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
 NEVER_SAMPLED = (IMAGE_PAD, "<|video_pad|>", VISION_START, VISION_END)  # banned in the engine, masked in the softmax
 END_OF_TURN = "<|im_end|>"
-THINK_PREFIX = "<think>\n"  # every turn of a main agent begins with it: rollouts force it, and SFT rows get it
+THINK_PREFIX = "<think>\n"  # forced at the start of a main agent's turn; an SFT turn with <think> begins so as well
 NO_REPORT = "(empty report)"  # replaces a tool result without text
 # The tags of chat templates and of our prompts. In some vocabularies they are no single tokens.
 TEMPLATE_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")

@@ -72,6 +72,8 @@ def make_optimizer(policy: Policy, cfg: OptimConfig) -> torch.optim.AdamW:
 
 def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
     """Return the learning rate of a step in 0 ... steps - 1. It depends only on the step, so resuming needs no state."""
+    # lr_s = lr * (s + 1) / (w + 1)                                while s < w = warmup * steps
+    #        lr, or lr * (1 + cos(pi * (s - w) / (steps - w))) / 2  after that
     rising = cfg.warmup * steps
     if step < rising:
         return cfg.lr * (step + 1) / (rising + 1)

@@ -130,7 +130,7 @@ def open_checkpoint(
 
 @contextlib.contextmanager
 def only_run_in(run: Path) -> Iterator[None]:
-    """Hold RUN/.lock until this process ends, even by kill -9. Refuse a folder that another process holds."""
+    """Hold RUN/.lock for the length of the block; the kernel frees it even after kill -9. Refuse a folder that another process holds."""
     run.mkdir(parents=True, exist_ok=True)
     with open(run / ".lock", "a+") as lock:
         try:
@@ -166,7 +166,7 @@ def note_not_looked_up(checkpoint: str) -> None:
 class Script:
     """What differs between sft.py and rl.py."""
 
-    train: Callable[[RunConfig], None]  # the script's main
+    main: Callable[[RunConfig], None]
     parse: Callable[[dict, str, Path], Any]  # (row, its name, where relative paths start) -> a Task or a Dialogue
     count_tokens: Callable[[Any, RunConfig, Renderer, Videos], int]  # encodes a parsed row
     require_hardware: Callable[[RunConfig, bool], None]  # (cfg, dry): shows the memory plan; refuses what does not fit
@@ -174,7 +174,7 @@ class Script:
 
 def run_training(script: Script, cfg: RunConfig, args: argparse.Namespace) -> NoReturn:
     """Train, or do what --dry-run or --check-data asks for. Then end the process."""
-    work = script.train
+    work = script.main
     if args.dry_run:
         work = partial(dry_run, script=script)
     elif args.check_data:

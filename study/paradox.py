@@ -73,7 +73,7 @@ ROWS = (
 def stages_of(root: Path, seed: int, rows: Sequence[Row]) -> list[Stage]:
     """Return the jobs of one seed in four stages: build, cold start, RL, evaluation. Each needs those before it."""
     folder = root / f"seed{seed}"
-    # The build's folder and job are called sft-toy, but hold no SFT: only the toy's videos, questions and untrained model.
+    # The build's folder and job are called sft-toy: videos, questions, SFT rows and the untrained model.
     build = ["-m", "study.toy", "build", f"{folder}/sft-toy", "--seed", str(seed)]
     trainings: Stage = {}
     evaluations: Stage = {}

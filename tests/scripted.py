@@ -14,7 +14,7 @@ from tiny import noise
 
 from data import parse_dialogue
 from episode import Episode, Group, Task, Trajectory
-from rewards import give_rewards
+from rewards import assign_rewards
 from rollout import AgentContext, RolloutConfig, rollout
 from runtime.engine import Sample
 from runtime.prompts import subagent_system_prompt
@@ -210,5 +210,5 @@ def group_that_said(renderer, cfg, turns, name="t", prompt=(40, 41, 42)):
         main.versions = [m - 1 for m in main.mask]
         episodes.append(episode)
     one = Group(task, 64, episodes)
-    give_rewards([one], renderer, cfg.reward)
+    assign_rewards([one], renderer, cfg.reward)
     return one

@@ -5,7 +5,7 @@ from pathlib import Path
 from scripts import metrics, rl_config
 
 import rl
-from rewards import give_rewards
+from rewards import assign_rewards
 from rl import RLConfig
 from runtime import config
 from runtime.script import dry_run
@@ -23,7 +23,7 @@ def try_out(cfg: RLConfig) -> None:
 
 def pay_by_chance(groups, renderer, cfg, judge) -> None:
     """Reward episodes at random: an untrained policy earns nothing, and without rewards no weight would change."""
-    give_rewards(groups, renderer, cfg, judge)
+    assign_rewards(groups, renderer, cfg, judge)
     for group in groups:
         for episode in group.episodes:
             episode.rewards["R"] = float(sum(episode.main.ids) % 5)

@@ -94,9 +94,9 @@ def test_the_mean_is_over_the_tokens_of_all_ranks_flat_groups_included(toy_rende
         group_that_said(toy_renderer, cfg, [TIDY, TIDY], "b"),
     ]
     tokens = sum(lengths_of(groups[0]) + lengths_of(groups[1]))
-    monkeypatch.setattr(grpo, "sum_over_ranks", lambda counts: {name: 2 * count for name, count in counts.items()})
+    monkeypatch.setattr(grpo, "gather", lambda mine: [mine, 3])  # another rank has 3
     _, total_tokens = make_train_groups(groups, cfg)
-    assert total_tokens == 2 * tokens  # another rank has the same number
+    assert total_tokens == tokens + 3
 
 
 def test_all_ranks_have_as_many_micro_batches_as_the_one_with_the_most(monkeypatch):
@@ -112,7 +112,9 @@ def test_batch_normalisation_is_over_all_episodes_of_all_ranks_and_spares_the_an
         group_that_said(toy_renderer, cfg, [TIDY] * 3, "b"),
     )
     own = group_advantage([1, 0, 1])
-    monkeypatch.setattr(grpo, "gather", lambda mine: [mine, [4.0, -4.0]])  # another rank
+    monkeypatch.setattr(
+        grpo, "gather", lambda mine: [mine, [4.0, -4.0] if isinstance(mine, list) else 0]
+    )  # another rank
     train_groups = train_groups_of([varied, flat], cfg)
     assert [e.advantage for e in varied.episodes] == pytest.approx(own / np.std([*own, 0, 0, 0, 4, -4]))
     assert [e.anchor_advantage for e in varied.episodes] == pytest.approx(group_advantage([0.7, 0.7, -0.3]))
@@ -143,8 +145,9 @@ def test_a_failed_episode_is_not_compared_and_not_trained_on(toy_renderer):
     assert len(train_group.bundle.suffixes) == 2
 
 
-def said(suffix: int, *clips: Clip) -> grpo.Pair:
-    return Trajectory([5, 6, suffix], [0, 0, 1], prompt_clips=[*clips], prompt_length=2), np.zeros(3, np.float32)
+def said(suffix: int, *clips: Clip) -> grpo.TrainTrajectory:
+    trajectory = Trajectory([5, 6, suffix], [0, 0, 1], prompt_clips=[*clips], prompt_length=2)
+    return grpo.TrainTrajectory(trajectory, np.zeros(3, np.float32))
 
 
 def test_a_train_group_has_the_frames_of_its_trajectories_and_fits_into_the_token_budget():

@@ -14,7 +14,7 @@ from episode import Group, episode_of
 from evals.tables import markdown
 from grpo import assign_advantages, make_train_groups, token_advantages, token_losses
 from metrics import add_format_metrics
-from rewards import give_rewards
+from rewards import assign_rewards
 from rl import RLConfig
 from runtime import config
 from runtime.packing import pack_bundles
@@ -57,7 +57,7 @@ def test_the_pages_figures_are_what_the_code_makes_of_the_record():
     computed = {"rewards": {}, "advantage": 0.0, "anchor_advantage": 0.0}
     episodes = [episode_of(line | computed | {"main": line["main"] | {"structural": []}}) for line in EPISODES]
     group = Group(episodes[0].task, episodes[0].k, episodes)
-    give_rewards([group], renderer, cfg.reward)
+    assign_rewards([group], renderer, cfg.reward)
     add_format_metrics([group], renderer, cfg.reward)
     assign_advantages([group], cfg.grpo, cfg.reward.anchor)
     [train_group], n_tokens = make_train_groups([group], cfg.grpo, cfg.reward.anchor)

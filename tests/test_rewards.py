@@ -170,7 +170,7 @@ def test_a_failed_judge_leaves_an_error_and_no_reward():
     judged = RewardConfig(open_answer="judge", judge=Api(url="u", model="m"))
     open_question = Task("t", "", (), "oe", "blue")
     episodes = [episode_of_turns([turn], open_question, Characters()) for turn in (DONE, DONE.replace(">B<", ">blue<"))]
-    rewards.give_rewards([Group(open_question, 64, episodes)], Characters(), judged, judge)
+    rewards.assign_rewards([Group(open_question, 64, episodes)], Characters(), judged, judge)
     assert episodes[0].error == "JudgeError: gone" and not episodes[0].rewards
     assert not episodes[1].error and episodes[1].rewards["R_acc"] == 1
 
@@ -179,7 +179,7 @@ def test_a_failed_judge_leaves_an_error_and_no_reward():
 def test_a_reward_part_of_numpy_or_torch_is_stored_as_a_float(number, monkeypatch):
     monkeypatch.setattr(rewards, "score", lambda *_: {"R": 1.0, "R_own": number})
     episode = episode_of_turns([DONE], MCQ, Characters())
-    rewards.give_rewards([Group(MCQ, 64, [episode])], Characters(), PLAIN)
+    rewards.assign_rewards([Group(MCQ, 64, [episode])], Characters(), PLAIN)
     assert json.dumps(episode.rewards) == '{"R": 1.0, "R_own": 0.5}'
 
 

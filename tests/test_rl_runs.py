@@ -54,7 +54,7 @@ def three_steps(toy_dir, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("three_steps")
     more = {"grpo": {"kl_coef": 0.1}, "export_every": 2}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rl, "give_rewards", pay_by_chance)
+        patch.setattr(rl, "assign_rewards", pay_by_chance)
         train(folder / "whole.yaml", toy_dir, steps=3, **more)
         train(folder / "parts.yaml", toy_dir, steps=2, **more)
         shutil.move(folder / "parts" / "model", folder / "two")
@@ -98,7 +98,7 @@ def test_a_model_of_every_so_many_steps_is_what_a_run_of_these_steps_leaves(thre
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["qwen2_5_vl"], indirect=True)
 def test_a_published_qwen25_vl_trains_and_its_result_trains_on(checkpoint, toy_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr(rl, "give_rewards", pay_by_chance)
+    monkeypatch.setattr(rl, "assign_rewards", pay_by_chance)
     stock = tiny.as_published(checkpoint, tmp_path / "stock")
     (stock / "visual.json").unlink()
     changes = {"visual": {"patch": 14, "frame_pixels": 6 * 28 * 28}, "steps": 2, "grpo": {"kl_coef": 0.1}}

@@ -145,7 +145,7 @@ def test_a_server_that_is_killed_amid_a_rollout_costs_no_episode(checkpoint, ren
 
 
 def test_training_samples_one_step_ahead_on_a_server_of_its_own(toy_dir, toy_renderer, tmp_path, monkeypatch):
-    monkeypatch.setattr(rl, "give_rewards", pay_by_chance)
+    monkeypatch.setattr(rl, "assign_rewards", pay_by_chance)
     monkeypatch.setattr("rl.GAP_LIMIT", 1e-4)
     client = serve(toy_dir / "model", toy_renderer)
     sampling = {"max_turns": 1, "max_new_tokens": 24, "temperature": 1.0, "urls": client.urls}
