@@ -23,8 +23,8 @@ Published SFT rows write the same turns in several ways. A Dialogue has the form
     thoughts       with or without a line break after `<think>` -> with one
     agent          the optional column `agent`: main, direct or sub; with `request` and `system`, a sub-agent's prompts
 
-`origin` (file:row) names a row without an id, and relative paths start at `root`. `prompt`, `extra_info`, `messages` and `videos` may also be JSON
-strings. A row that cannot be used raises RowError. runtime/dataset.py streams the rows, and `--check-data` checks them.
+`origin` (file:row) names a row without an id, and relative paths start at `root`. `prompt`, `extra_info`, `messages` and an RL
+row's `videos` may also be JSON strings. A row that cannot be used raises RowError. runtime/dataset.py streams the rows, and `--check-data` checks them.
 
 Deliberately missing: prompts. A row's system prompt is dropped, because SFT, RL and evaluation share runtime/prompts.py.
 """
@@ -139,22 +139,22 @@ def _read_gold(answer: Any, kind: str) -> str:
 def _read_choice(gold: str, options: tuple[str, ...], question: str) -> tuple[str, tuple[str, ...]]:
     """Return the gold letter of an mcq, and its options: those of the row, or those that its question lists, as in published
     rows. The gold is the text of one option, or begins with a letter."""
-    shown = options or listed_options(question)
+    choices = options or listed_options(question)
     letter = ""
     label = re.match(r"\(?([A-J])(?:[.):]|$)", gold, re.I)  # "B", "(b)", "B. A dog"; but not "A dog"
     if label:
         letter = label[1].upper()
-    if shown.count(gold) == 1 and gold.upper() not in tuple(LETTERS):  # "B" is the letter, even if an option is "B"
-        letter = LETTERS[shown.index(gold)]
+    if choices.count(gold) == 1 and gold.upper() not in tuple(LETTERS):  # "B" is the letter, even if an option is "B"
+        letter = LETTERS[choices.index(gold)]
 
-    # Only the row's own options limit the letter. If it lies outside a list in the question, that is another list.
+    # The row's own options limit the letter. A list in the question does not: it may be a list of something else.
     allowed = letters_of(options)
     if not letter or letter not in allowed:
         rule = f"must begin with a letter of {''.join(allowed)}, as in (B), or be the text of one option"
         raise RowError(f"answer = {gold!r}: the answer of an mcq {rule}")
-    if letter not in letters_of(shown):
-        shown = ()
-    return letter, shown
+    if letter not in letters_of(choices):
+        return letter, ()
+    return letter, choices
 
 
 def read_options(options: Any) -> tuple[str, ...]:
@@ -353,12 +353,14 @@ def _place_media(contents: list[tuple[str, list]], row: dict, root: Path) -> lis
     # Replace the placeholders in order.
     placed = []
     for role, parts in contents:
-        if role in ("user", "tool"):
-            texts, parts = parts, []
-            for text in texts:
-                for piece in re.split("(<video>|<image>)", text):
-                    parts.append(media[piece].pop(0) if piece in media else piece)
-        placed.append((role, parts))
+        if role not in ("user", "tool"):
+            placed.append((role, parts))
+            continue
+        pieces: list[str | Media] = []
+        for text in parts:
+            for piece in re.split("(<video>|<image>)", text):
+                pieces.append(media[piece].pop(0) if piece in media else piece)  # the next entry of its column
+        placed.append((role, pieces))
     return placed
 
 

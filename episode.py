@@ -5,8 +5,8 @@
     keep_episodes(groups, renderer.readable, path)                 # one line of JSON per episode; `dump` writes one
     load_episodes(path) -> episodes
 
-rl.py and eval.py write episodes to RUN/episodes/, and `study.ask --trace` to a file. `study.report` shows them. It imports only
-Clip, so every file may import it but runtime/video.py.
+rl.py and eval.py write episodes to RUN/episodes/, and `study.ask --trace` to a file. `study.report` shows them. This file
+imports only Clip, so every file may import it but runtime/video.py.
 
 Deliberately missing: pixels in the records, and reading the records of another version of this code.
 """

@@ -64,7 +64,7 @@ class EvalConfig:
     """One evaluation: one model on some splits."""
 
     run: str = ""
-    """Folder of the results. Empty: runs/eval/own/X, where X is the training that wrote the checkpoint (see `with_names`)."""
+    """Folder of the results. Empty: runs/eval/own/X, where X is the training that wrote the checkpoint (see results.default_names)."""
     name: str = ""
     """The model's row in the table. A name of published.yaml, such as "ParaVT-8B (own)", adds its published numbers. Empty:
     "ParaVT-8B (X)" or "Qwen2.5-VL-7B (X)" for a model of that size, otherwise X."""
@@ -197,7 +197,9 @@ def make_record(
 def main(cfg: EvalConfig) -> int:
     """Ask the items that have no answer yet, and print the table. Return 1 if all items of a file failed."""
     cfg = with_names(cfg)
-    jobs, folder, renderer = prepare(cfg)
+    jobs = list_jobs(cfg)
+    folder, renderer = open_model(cfg)
+    refuse_mixed_results(cfg, folder)
 
     # Ask the remaining items. Nothing is written before the engine is up.
     if items_are_left(jobs):
@@ -294,36 +296,29 @@ def dry_run(cfg: EvalConfig) -> None:
     print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
     for note in unlike_published(cfg):
         print(f"  note    {note}")
-    jobs, folder, _ = prepare(cfg, dry=True)
+    jobs = list_jobs(cfg, dry=True)
+    folder = None
+    if on_the_hub(cfg.checkpoint):  # a dry run downloads nothing
+        note_not_looked_up(cfg.checkpoint)
+    else:
+        folder, _ = open_model(cfg)
+        passed(f"checkpoint: {folder}", dry=True)
+    refuse_mixed_results(cfg, folder)
+    passed(f"run: {cfg.run}", dry=True)
     if items_are_left(jobs):
         require_engine(cfg, folder)
         passed("model and judge", dry=True)
 
 
-def prepare(cfg: EvalConfig, dry: bool = False) -> tuple[list[Job], Path | None, Renderer | None]:
-    """Return the jobs, and the checkpoint's folder and renderer. Refuse what cannot run, or would mix its results with others.
-    Nothing is written or loaded. A dry run downloads no checkpoint, and returns None for one on the hub."""
-    jobs = list_jobs(cfg, dry)
-
-    # The checkpoint.
-    folder = None
-    renderer = None
-    if dry and on_the_hub(cfg.checkpoint):
-        note_not_looked_up(cfg.checkpoint)
-    else:
-        folder, renderer = open_model(cfg)
-        passed(f"checkpoint: {folder}", dry)
-
-    # The run's folder. Answers under other settings are refused, and so are those of another model.
+def refuse_mixed_results(cfg: EvalConfig, folder: Path | None) -> None:
+    """Refuse a run's folder that cannot be written, or holds answers under other settings or of another model."""
     require_writable(cfg.run)
     refuse_other_run(cfg)
     if folder:
         refuse_other_weights(Path(cfg.run), folder, f"checkpoint = {cfg.checkpoint!r}")
-    passed(f"run: {cfg.run}", dry)
-    return jobs, folder, renderer
 
 
-def list_jobs(cfg: EvalConfig, dry: bool) -> list[Job]:
+def list_jobs(cfg: EvalConfig, dry: bool = False) -> list[Job]:
     """List the result files of the run with their items. Name all datasets that are missing at once."""
     jobs = []
     missing = []

@@ -130,7 +130,7 @@ def make_train_groups(
                 for report in episode.subagents:
                     advantages = np.full(len(report.ids), episode.advantage, np.float32)
                     trajectories.append(TrainTrajectory(report, advantages))
-        tokens += sum(one.trajectory.n_sampled for one in trajectories)
+        tokens += sum(trajectory.n_sampled for trajectory, _ in trajectories)
 
         # Skip a group that teaches nothing: it is flat, and there is no KL.
         if cfg.kl_coef or not group.flat:
@@ -152,8 +152,7 @@ def share_prompts(trajectories: Sequence[TrainTrajectory], budget: int) -> list[
     parts: list[list[TrainTrajectory]] = []
     newest: dict[tuple, list[TrainTrajectory]] = {}  # prompt_key -> its newest part
     length: dict[tuple, int] = {}  # prompt_key -> the tokens of that part
-    for one in trajectories:
-        trajectory = one.trajectory
+    for trajectory, advantages in trajectories:
         # The main agents of a group have the same prompt. Sub-agents' prompts with equal tokens, stamps included, can still
         # show different pixels.
         shown = [id(clip.pixels) for clip in trajectory.prompt_clips]
@@ -163,7 +162,7 @@ def share_prompts(trajectories: Sequence[TrainTrajectory], budget: int) -> list[
             newest[prompt_key] = []
             length[prompt_key] = trajectory.prompt_length
             parts.append(newest[prompt_key])
-        newest[prompt_key].append(one)
+        newest[prompt_key].append(TrainTrajectory(trajectory, advantages))
         length[prompt_key] += n
     return parts
 
@@ -235,7 +234,7 @@ def accumulate(
     temperature: float,
     cfg: GRPOConfig,
 ) -> dict[str, float]:
-    """Add the gradient of the loss over the train groups of all ranks. Return the metrics, averaged over all ranks.
+    """Add the gradient of the loss over the train groups of all ranks. Return the metrics, averaged over the tokens of all ranks.
 
     `temperature`: the one at which the tokens were sampled."""
     # L = sum of l_i,t over all sampled tokens of all ranks / their number
@@ -252,7 +251,7 @@ def accumulate(
             sums[name] = sums.get(name, 0.0) + values.sum().item()
         largest_gap = np.max([largest_gap, *stats["logprob_gap"].tolist()])  # NaN if any gap is NaN
 
-    # Average over the tokens of all ranks. The loss is already a mean.
+    # Average over the learned tokens: those of skipped groups are not among them. The loss is already divided by all tokens.
     totals = sum_over_ranks(sums)
     learned_tokens = totals.pop("tokens")
     loss = totals.pop("loss")

@@ -150,9 +150,10 @@ def f_release(text: str, cfg: RewardConfig) -> float:
     anchor = cfg.anchor.alpha * (thinks and closed)
     anchor += cfg.anchor.beta * (thinks and closed and answers)
     anchor -= cfg.anchor.gamma * (opened and not closed)
+    total = s
     if cfg.anchor.credit != "off":
-        s += cfg.anchor.lam * anchor
-    return min(1.0, s + 0.1 * (s > 0 and balanced))
+        total += cfg.anchor.lam * anchor
+    return min(1.0, total + 0.1 * (total > 0 and balanced))
 
 
 def release_thought(text: str) -> str:

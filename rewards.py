@@ -47,7 +47,7 @@ Elements = list[str]  # the tags and texts of one turn, as split_turn returns th
 
 @dataclass(frozen=True)
 class Anchor:
-    """Selective Anchoring: who gets R_anchor, and its weights."""
+    """Selective Anchoring: which tokens get R_anchor's advantage, and its weights."""
 
     credit: Literal["struct", "off"] = "struct"
     """struct: structural tokens get the advantage of R_anchor. off: R_anchor is only logged."""
@@ -71,10 +71,13 @@ class RewardConfig:
     open_answer: Literal["f1", "exact", "judge"] = "f1"
     """R_acc of an open question: the F1 of the answer's words, an exact match, or a judge's verdict."""
     untagged_answer: Literal["off", "stated", "fallback", "prose"] = "off"
-    """The answer of a last turn without a complete <answer>. off: none. stated: the text after "answer is" or "answer:", even in
-    a thought that is never closed; the toy's accuracy-only runs need it. fallback: the text after the thought, or of it what
-    follows "answer is", much as in the release; without </think>, only the turn's last line. prose, in evaluation only: all
-    text after the thought, or of a thought that is never closed what follows "answer is"."""
+    """The answer of a last turn without a complete <answer>.
+    off: none.
+    stated: the text after "answer is" or "answer:". The toy's accuracy-only runs need it.
+    fallback: the text after the thought, or of it what follows "answer is", much as in the release. Without </think>, only the
+    turn's last line.
+    prose, in evaluation only: all text after the thought, or of a thought that is never closed what follows "answer is".
+    Under stated and prose, an answer also counts in a thought that is never closed, in tags or stated."""
     judge: Api = Api(key="", timeout=30.0)
     """The chat endpoint that grades open answers, for open_answer = judge."""
 
@@ -97,7 +100,9 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
     # Score the answer and the calls.
     task = episode.task
     tagged_answer = final_answer(texts)
-    answer = tagged_answer if tagged_answer is not None else final_answer(texts, cfg.untagged_answer)
+    answer = tagged_answer
+    if tagged_answer is None:
+        answer = final_answer(texts, cfg.untagged_answer)
     ask = judge and partial(judge, task.question)
     _, acc = score_answer(answer, task.kind, task.answer, task.options, cfg.open_answer, ask)
     tool = tool_reward(episode, acc)
@@ -182,8 +187,9 @@ def format_terms(
 
     # Text without a flaw is well formed. That needs a thought, which the release does not ask of plain GRPO. So under `off`,
     # balanced tags suffice.
-    flawless = well_formed(turns)
-    if cfg.anchor.credit == "off":
+    if cfg.anchor.credit == "struct":
+        flawless = well_formed(turns)
+    else:
         flawless = s > 0 and all(tags_pair(turn, name) for turn in turns for name in TAG_LIMITS)
     return s, flawless
 
@@ -197,9 +203,12 @@ def thinks_before_call(turn: Elements) -> bool:
 
 def well_formed(turns: list[Elements]) -> bool:
     """Return whether every turn is a thought and then calls, and the last one a thought, an answer and the end of the turn. Only
-    white space may stand between these parts.
+    white space may stand between these parts. The shapes are, for example,
 
-    A thought and an answer may contain any text, and a call any {...}, without TAGS_AND_CODE and TAG_PIECE. A thought may be
+        <think> text </think> <tool_call> json </tool_call> end
+        <think> text </think> <answer> text </answer> end
+
+    A thought and an answer may contain any text, and a call any {...}, without a tag or a piece of one. A thought may be
     empty, an answer may not. A call need not run. A turn with calls needs no end of turn, because sequential dispatch stops at
     </tool_call>."""
     think = "<think>( text)? </think>"
@@ -348,7 +357,7 @@ def is_structural(classes: list[str], first: int, last: int) -> bool:
     tag_at = [i for i, kind in enumerate(token) if kind in ("opening", "closing")]
     if not tag_at or "content" in token:
         return False
-    if "punctuation" not in token:
-        return True
-    punctuation_before_tag = "punctuation" not in token[tag_at[0] :]
-    return token[tag_at[0]] == "closing" and punctuation_before_tag
+    first_tag = tag_at[0]
+    if "punctuation" in token[first_tag:]:
+        return False
+    return token[first_tag] == "closing" or "punctuation" not in token

@@ -81,7 +81,7 @@ class RLConfig(RunConfig):
     staleness: Literal[0, 1] = 0
     """0: sample, then train. 1: sample the next batch while this one trains, with weights that are one update old."""
     val_tasks: int = 64
-    """Held-out tasks of `val`. Each is answered greedily, once with tools and once without."""
+    """Held-out tasks of `val`. Each is answered greedily at each K of `val_frames`, once with tools and once without."""
     val_frames: tuple[int, ...] = ()
     """Values of K at which each held-out task is asked. []: visual.overview_frames."""
     dump_groups: int = 1
@@ -160,8 +160,8 @@ def train(
 
     # A thread samples the batches in order. With staleness 1 it is one step ahead of training.
     print0(f"sampling the first batch: {cfg.batch_tasks} x {cfg.grpo.group_size} episodes")
-    for step in range(run.steps_done, run.steps_done + 1 + cfg.staleness):
-        sampler.start(step)
+    for ahead in range(1 + cfg.staleness):
+        sampler.start(run.steps_done + ahead)
     for step in range(run.steps_done, cfg.steps):
         clock = Clock()
 
@@ -182,10 +182,10 @@ def train(
         if step == run.steps_done:
             require_agreement(policy, groups, cfg.rollout.temperature, cfg.rollout.subagents.temperature)
         measured = accumulate(policy, reference, train_groups, total_tokens, cfg.rollout.temperature, cfg.grpo)
+        refuse_infinite_gap(measured["logprob_gap"], step)
         measured["grad_norm"] = 0.0
         if measured["learned_tokens"]:  # otherwise no rank has a group to learn from, and AdamW would only decay
             measured["grad_norm"] = optimizer_step(policy, run.optimizer, cfg.optim, step, cfg.steps)
-        refuse_infinite_gap(measured["logprob_gap"], step)
         clock.lap("train")
 
         # Sync: write the new weights while the engine may still sample, and load them once it has finished.
@@ -199,7 +199,7 @@ def train(
         # Gather what this step measured. `seconds` ends with the sync: it includes no evaluation, log or save.
         measured |= clock.seconds | {"sampling_seconds": sampling_seconds}
         measured |= describe(groups, cfg.choices_of_k, step)
-        measured |= describe_run(sampler, policy, train_groups, clock)
+        measured |= measure_run(sampler, policy, train_groups, clock)
 
         # Evaluate, and start to sample a later batch while this step is logged and saved.
         if cfg.val and run.is_time(step, cfg.eval_every):
@@ -216,7 +216,7 @@ def train(
         run.save(step)
 
 
-def describe_run(
+def measure_run(
     sampler: "Sampler", policy: Policy, train_groups: Sequence[TrainGroup], clock: Clock
 ) -> dict[str, float]:
     """Return a step's speed, and how many rows and servers are left out. All ranks call it."""
@@ -335,6 +335,7 @@ def evaluate(tasks: Sequence[Task], sampler: Sampler, cfg: RLConfig, judge: Judg
             ks.append(k)
     seen: dict[str, list[float]] = defaultdict(list)
     subagents = replace(cfg.rollout.subagents, temperature=0.0)
+    # Ask all tasks at each K, with tools and then without.
     for name, dispatch in (("eval", cfg.rollout.dispatch), ("eval_no_tools", "none")):
         greedy = replace(cfg.rollout, temperature=0.0, subagents=subagents, dispatch=dispatch)
         # The context has an event `stopped` of its own. A failed batch sets the sampler's, which must not end the evaluation.

@@ -294,18 +294,17 @@ def run_calls(
     # This thread is itself an episode's. A call may hang: it is given up after `call_timeout` seconds.
     results = run_all(context.engine, jobs, at_once=len(jobs), timeout=context.cfg.call_timeout, nested=True)
 
-    # Give each call its outcome: it ran, was given up, was over the limit, or could not be parsed and has its error already.
-    given_up = jobs.keys() - results.keys()
+    # Give each call its outcome. `run_call` has reported those that ran.
     outcomes, contents = [], []
     for i, call in enumerate(calls):
         clips = []
         if i in results:
             call, clips = results[i]
-        else:
-            if i in given_up:
-                call = replace(call, error="timeout", text=GIVEN_UP, seconds=context.cfg.call_timeout)
-            elif not call.error:
-                call = replace(call, error="over_limit", text=OVER_LIMIT.format(allowed))
+        elif i in jobs:
+            call = replace(call, error="timeout", text=GIVEN_UP, seconds=context.cfg.call_timeout)
+        elif not call.error:
+            call = replace(call, error="over_limit", text=OVER_LIMIT.format(allowed))
+        if i not in results:
             context.observe("report", call)
         outcomes.append(call)
         contents.append([*clips, call.text])  # the main agent reads frames, if it gets any, and then the text

@@ -48,7 +48,8 @@ class SFTConfig(RunConfig):
     """Tools that the prompt offers, by their names in tools.TOOLS."""
     optim: OptimConfig = OptimConfig(lr=2e-5, schedule="cosine", warmup=0.05)
     kind_weights: dict[str, float] = field(default_factory=dict)
-    """w_t by kind of target token (prose, arguments, untagged_answer, answer, structure); 1 for all other kinds."""
+    """w_t by kind of target token (prose, arguments, untagged_answer, answer, structure); 1 for all other kinds. The source's
+    loss_weight multiplies it."""
     steps: int = 500
     batch_rows: int = 64
     """Rows per step, over all ranks. Also the number of `val` rows whose loss is measured."""
@@ -149,7 +150,8 @@ def batch_loss(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
     empty = MicroBatch([], np.zeros(0, np.float32), np.zeros(0, str))
     batch = batch + [empty] * (max(gather(len(batch))) - len(batch))
 
-    total = sum(gather(float(sum(micro.loss_weights.sum() for micro in batch))))
+    own_weight = float(sum(micro.loss_weights.sum() for micro in batch))
+    total = sum(gather(own_weight))  # sum_t w_t over all ranks
     sums = Counter(loss=0.0, tokens=0.0)  # an empty batch adds no other keys
     for micro in batch:
         nll = -policy(micro.bundles).logprobs  # [N]

@@ -23,7 +23,9 @@ from runtime.video import Clip, VideoError, Videos
 from runtime.visual import VisualContract
 
 log = logging.getLogger(__name__)
-MAX_TEXT_CHARS = 4000  # longest text of a tool, about 1000 tokens: 15 of them fit into a context of 32,768
+MAX_TEXT_CHARS = (
+    4000  # longest text of a tool, about 1000 tokens; rollout.append_rendered ends an episode that has no room
+)
 _logged: set[tuple[str, type]] = set()  # (tool, exception type) whose traceback this process has logged
 
 

@@ -130,7 +130,9 @@ def load_policy(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: boo
     blocks = list(policy.text.layers)
     if cfg.compile == "always" or (cfg.compile == "auto" and device.type == "cuda"):
         for block in blocks:
-            block.forward = torch.compile(block.forward, dynamic=True)  # all blocks and lengths share the kernels
+            block.forward = torch.compile(block.forward, dynamic=True)  # all blocks share the kernels
+        # Kernels per piece of a block: with and without gradient, for policy and reference, for a few ranges of lengths.
+        torch._dynamo.config.recompile_limit = 64
     if not policy.vision_frozen:
         blocks += policy.vision.blocks
     if cfg.activation_checkpointing and train:

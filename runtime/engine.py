@@ -29,7 +29,7 @@ class Sample:
     version: int  # version of the weights that sampled it
 
 
-class Engine:  # a method without a body does nothing unless an engine overrides it
+class Engine:  # every engine has its own `generate`; the other methods may do nothing
     version: int
     servers = ()  # SGLang's, those in use
 

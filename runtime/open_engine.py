@@ -107,8 +107,8 @@ def server_command(checkpoint: str | Path, renderer: Renderer, port: int, extra:
 
 
 def server_flags(cfg: EngineConfig) -> list[str]:
-    """Return the flags of every server that we start, in RL and evaluation. On Hopper they select SGLang's
-    well-tested paths over newer ones. The config's `server_args` follow them; the last flag of a name wins."""
+    """Return the flags of every server that we start, in RL and evaluation. They avoid SGLang's newest paths. The config's
+    `server_args` follow them; the last flag of a name wins."""
     flags = [
         f"--context-length={cfg.max_context + 16}",  # with the end of a turn; the default, 262,144 tokens, reserves 2 GB
         f"--max-running-requests={64 * cfg.tensor_parallel}",  # the default reserves slots for thousands of requests

@@ -64,7 +64,8 @@ class PolicyConfig:
     activation_checkpointing: bool = True
     """Store only each block's input, and recompute the rest in the backward pass."""
     compile: Literal["auto", "always", "never"] = "auto"
-    """Fuse the small kernels of the text blocks: a minute at the first step, then 10 % less time per update. auto: on a GPU."""
+    """Fuse the small kernels of the text blocks: about 10 % less time per update, after a minute at the first step and some for
+    much shorter sequences. It needs a C compiler. auto: on a GPU."""
     logit_chunk: int = 1024
     """Target tokens whose logits are in memory at the same time (several fp32 copies of the vocabulary each)."""
 
@@ -240,7 +241,7 @@ def run_text_model(model: PreTrainedModel, packed: Packed, visual: Tensor | None
     ).last_hidden_state[0]
 
 
-@torch.compiler.disable  # the code around it is compiled
+@torch.compiler.disable  # it calls a kernel, or loops over segments; the code around it is compiled
 def group_packed_attention(module, query, key, value, attention_mask, scaling, key_layout: "KeyLayout", **_):
     """Implement transformers' attention interface for the text blocks: [1, heads, L, size] -> [1, L, heads, size].
     `run_text_model` passes `key_layout`, and transformers passes it on to every block."""

@@ -24,7 +24,7 @@ from runtime.visual import ContractError, VisualContract, read_json
 
 FILE = "prompts.json"
 
-# Our text after a sub-agent's frames. A run's `prompts` can replace it and the two below.
+# Our text after a sub-agent's frames. A run's `prompts` can replace it and our system prompts.
 SUBAGENT_REQUEST = "What happens here?"
 
 

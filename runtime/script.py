@@ -1,9 +1,9 @@
 """script.py: what sft.py, rl.py and eval.py do around their work: read the command line, check, run, and end.
 
     cfg, args = command_line(RLConfig, __doc__)       # SCRIPT CONFIG [key.sub=value ...] [--dry-run | --check-data]
-    run_training(SCRIPT, cfg, args)                   # calls SCRIPT.train(cfg); does not return
+    run_training(SCRIPT, cfg, args)                   # calls SCRIPT.main(cfg); does not return
 
-    with open_run(cfg, SCRIPT) as (source, renderer): # in SCRIPT.train: check everything, and lock the run's folder
+    with open_run(cfg, SCRIPT) as (source, renderer): # in SCRIPT.main: check everything, and lock the run's folder
     source, renderer = open_checkpoint("Qwen/...")    # eval.py and study.ask open theirs in the same way
 
 An error that a user can fix, a full disk and Ctrl-C end a script with one sentence, any other error with a traceback. Under

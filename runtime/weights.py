@@ -6,7 +6,7 @@
         sync.publish(version)           # the engine loads it; every later sample carries the version
 
 All engines get their weights this way: the servers of each node, and the engine in this process. Snapshots are in memory on one
-node, and in the run's shared folder on several.
+node if it has room, and otherwise in the run's folder, which all nodes share.
 """
 
 import contextlib
