@@ -64,7 +64,8 @@ class EvalConfig:
     """One evaluation: one model on some splits."""
 
     run: str = ""
-    """Folder of the results. Empty: runs/eval/own/X, where X is the training that wrote the checkpoint (see results.default_names)."""
+    """Folder of the results. Empty: runs/eval/own/X, where X is the training that wrote the checkpoint
+    (results.default_names)."""
     name: str = ""
     """The model's row in the table. A name of published.yaml, such as "ParaVT-8B (own)", adds its published numbers. Empty:
     "ParaVT-8B (X)" or "Qwen2.5-VL-7B (X)" for a model of that size, otherwise X."""

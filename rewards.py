@@ -8,7 +8,7 @@
 
     score(episode, renderer, cfg, judge) -> {part: value}    all of these by name
     structural_mask(trajectory, renderer) -> [0 or 1]        struct(o): tags, ends of turns, white space after a tag
-    assign_rewards(groups, renderer, cfg, judge)               writes both into the episodes
+    assign_rewards(groups, renderer, cfg, judge)             writes both into the episodes
 
 `score` is a pure function of an episode, apart from a judge. It reads only the assistant's turns, including the forced
 `<think>\\n`. For a tool call it checks whether the call ran, and never reads the text it returned.

@@ -17,8 +17,8 @@ A span is read by these:
 2. Of more times, the last two that are written as a range are: "12.5 - 20.1", "from 3 to 5".
 3. A text that cannot tell, denies its range, or offers another one has none.
 
-Qwen's models sometimes answer an English question in
-Chinese, so the patterns also match the Chinese words for "answer", "choose" and "not".
+Qwen's models sometimes answer an English question in Chinese, so the patterns also match the Chinese words for "answer",
+"choose" and "not".
 """
 
 import re
@@ -72,18 +72,21 @@ def untagged_answer(turn: str, after_thought: str, untagged: str) -> str | None:
         stated = STATED.match(after_thought)
         return stated[1] if stated else None
 
-    # fallback and prose read the text beside calls and tags. In it, the colon of "The answer is:" states nothing if it ends
-    # its line.
+    # The other two read the text beside calls and tags.
     prose = TAG_PIECE.sub(" ", CALL_BLOCK.sub(" ", after_thought)).strip()
-    if untagged == "fallback" and "</think>" not in turn:
-        prose = prose.rpartition("\n")[2]  # without a thought, only the last line can answer, as in the release
-    stated = STATED.match(prose)
-    statement = stated[1] if stated and re.search(r"\w", stated[1]) else None
     if untagged == "fallback":
-        return statement or prose or None
+        if "</think>" not in turn:  # without a thought, only the last line can answer, as in the release
+            prose = prose.rpartition("\n")[2]
+        return statement(prose) or prose or None
     if "<think>" in after_thought:  # an open thought: its prose is no answer
-        return statement
+        return statement(prose)
     return prose or None
+
+
+def statement(text: str) -> str | None:
+    """Return what follows the last "answer is" or "answer:", if it has a word: "The answer is:" at a line's end states nothing."""
+    stated = STATED.match(text)
+    return stated[1] if stated and re.search(r"\w", stated[1]) else None
 
 
 def unboxed(text: str) -> str:
@@ -151,19 +154,32 @@ _LABEL = rf"([A-J]|[a-j](?=[).:,\n]|\Z)){_END}(?!{_AND}{_LETTER})"
 
 # Rule 1. What may stand before an option's text: "The answer is", "**Final answer:**".
 LEAD = r"(?i:\A[\W_]{0,5}(?:the )?(?:(?:final|correct|best|right) )?(?:answer|option|choice)(?: is\b|\W?:)[\s:*_]{0,5})"
-# Rule 2: "not A", "neither A nor B", "不选A"; "A is wrong", "A: no", "A不对".
+# Rule 2. The letters that a text denies.
 _DENIED = (
-    rf"(?i:(?:not|n't)(?: be)?|neither|rather than) (?i:option )?{_LETTERS}|不[是选]?{_LETTERS}"
-    rf"|{_LETTERS}[^A-J，。,.\n而]{{0,8}}不"
-    rf"|{_LETTERS}[):]?(?: is| are| was)?(?:n't| (?:not|no|never|wrong|incorrect|false|out|ruled out)\b| [✗❌])"
+    rf"(?i:(?:not|n't)(?: be)?|neither|rather than) (?i:option )?{_LETTERS}"  # "not A", "neither A nor B"
+    rf"|不[是选]?{_LETTERS}"  # "不选A"
+    rf"|{_LETTERS}[^A-J，。,.\n而]{{0,8}}不"  # "A不对"
+    rf"|{_LETTERS}[):]?(?: is| are| was)?"  # "A is wrong", "A: no", "B ✗"
+    r"(?:n't| (?:not|no|never|wrong|incorrect|false|out|ruled out)\b| [✗❌])"
 )
-# Rule 3: "(b)", "B. Vitamin C", "Option B"; not "A. red\nB. blue", where another line begins with a label.
+# Rule 3. A label at the beginning: "(b)", "B. Vitamin C", "Option B".
 _LISTED = rf"\n\W{{0,6}}{_LETTER}(?:[).:]|\s*$)"
-_BEGINS = rf"(?im)\A(?!(?s:.*){_LISTED})\W{{0,5}}(?:option |(?=\w(?:[).:,]|\s*$))){_LABEL}"
-# Rule 4: "the answer is B", "Answer: **B**", "答案是B".
-_ANSWER_IS = rf"(?:(?i:answer(?: is| \w{{1,6}} be|\W{{0,3}}:))|答案[是为]?)\W{{0,6}}(?i:option )?{_LABEL}"
-# Rule 5: "choose B", "go with (B)", "So B", "选B".
-_CHOOSE = rf"(?:(?i:\b(?:option(?: is)?|choose|go(?:ing)? with|so|hence)\b)|选项?)\W{{0,6}}{_LABEL}"
+_BEGINS = (
+    rf"(?im)\A(?!(?s:.*){_LISTED})\W{{0,5}}"  # no other line begins with a label, as in "A. red\nB. blue"
+    rf"(?:option |(?=\w(?:[).:,]|\s*$))){_LABEL}"  # without "option", a mark or the line's end follows
+)
+# Rule 4. A label after "answer is".
+_ANSWER_IS = (
+    r"(?:(?i:answer(?: is| \w{1,6} be|\W{0,3}:))"  # "the answer is B", "the answer must be B", "**Answer**: B"
+    r"|答案[是为]?)"  # "答案是B"
+    rf"\W{{0,6}}(?i:option )?{_LABEL}"
+)
+# Rule 5. A label after another word that chooses.
+_CHOOSE = (
+    r"(?:(?i:\b(?:option(?: is)?|choose|go(?:ing)? with|so|hence)\b)"  # "choose B", "go with (B)", "So B"
+    r"|选项?)"  # "选B"
+    rf"\W{{0,6}}{_LABEL}"
+)
 
 
 def parse_letter(text: str, options: tuple[str, ...] = ()) -> str | None:
@@ -180,8 +196,12 @@ def parse_letter(text: str, options: tuple[str, ...] = ()) -> str | None:
     text = re.sub(r"[(\[]([A-J])[)\]]", r"\1)", text)
     text = re.sub(_DENIED, " ", text)
 
-    # Rules 3 to 5: the text begins with a label, or has one behind certain words.
-    named = re.findall(_BEGINS, text) or re.findall(_ANSWER_IS, text) or re.findall(_CHOOSE, text)
+    # Rules 3 to 5: the first that finds labels decides, by its last label.
+    named = re.findall(_BEGINS, text)
+    if not named:
+        named = re.findall(_ANSWER_IS, text)
+    if not named:
+        named = re.findall(_CHOOSE, text)
 
     # Rule 6: only one letter stands alone.
     alone = set(re.findall(_LETTER, text))
@@ -196,16 +216,19 @@ def parse_letter(text: str, options: tuple[str, ...] = ()) -> str | None:
 _NUMBER = r"\d{1,7}(?:\.\d{1,9})?"
 _MINUTES = r" ?(?:m(?:in(?:ute)?s?)?(?![a-z])|(?=(?:-|to) ?[\d.]{1,9} ?min))"  # "2 min", and the 2 of "2 to 3 min"
 _SECONDS = r"(?: ?s(?:ec(?:ond)?s?)?)?(?![a-z\d%]|\.\d)"  # "5 s", "5", but not "5th"
-_TIME = (  # "00:01:05.5" and "1:05", "2 min 5 s", "65.5 s"
-    rf"(?i)(?<![a-z\d_.])(?:(?:(?P<hours>{_NUMBER}):)?(?P<clock_minutes>{_NUMBER}):(?P<clock_seconds>{_NUMBER}){_SECONDS}"
-    rf"|(?P<minutes>{_NUMBER}){_MINUTES}(?:(?:,? | and |)(?P<rest>{_NUMBER}){_SECONDS})?|(?P<seconds>{_NUMBER}){_SECONDS})"
+_TIME = (
+    r"(?i)(?<![a-z\d_.])(?:"
+    rf"(?:(?P<hours>{_NUMBER}):)?(?P<clock_minutes>{_NUMBER}):(?P<clock_seconds>{_NUMBER}){_SECONDS}"  # "00:01:05.5", "1:05"
+    rf"|(?P<minutes>{_NUMBER}){_MINUTES}(?:(?:,? | and |)(?P<rest>{_NUMBER}){_SECONDS})?"  # "2 min 5 s"
+    rf"|(?P<seconds>{_NUMBER}){_SECONDS})"  # "65.5 s"
 )
 _NO_TIMES = r"(?i)\b(?:frames?|lasts?|lasting|for)(?: about)?(?:(?:,| to| and|-)? ?\d[\d.]{0,9}){1,9}"  # "frames 2-5", "for 3 s"
 _MARK = "\ua4d4"  # stands for a time; a letter that no answer contains
 _TWO_TIMES = rf"{_MARK}[^{_MARK}]*{_MARK}"
-_RANGE = (  # "12.5 - 20.1", "from 3 to 5", "between 3 and 5", "[3, 5]"
-    rf"(?m){_MARK}\W{{0,4}}(?:[-–—~→]|\bto\b)\W{{0,4}}{_MARK}|between {_MARK} and {_MARK}"
-    rf"|(?:^|[\[(:]) ?{_MARK}, ?{_MARK}(?:[\])]|$)"
+_RANGE = (
+    rf"(?m){_MARK}\W{{0,4}}(?:[-–—~→]|\bto\b)\W{{0,4}}{_MARK}"  # "12.5 - 20.1", "from 3 to 5"
+    rf"|between {_MARK} and {_MARK}"
+    rf"|(?:^|[\[(:]) ?{_MARK}, ?{_MARK}(?:[\])]|$)"  # "[3, 5]"
 )
 
 
