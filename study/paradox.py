@@ -45,26 +45,25 @@ class Row(NamedTuple):
     title: str
     config: str = ""
     changes: tuple[str, ...] = ()  # overrides of the config
-    prefix: bool = True  # whether training used the think prefix
     paper: str = ""  # f and kappa of the paper's row
     policy: str = ""  # the folder whose model is evaluated, if it is not the row's own
     arm: str = "parallel"  # how the evaluation dispatches calls
 
 
 ROWS = (
-    Row("base", "untrained", prefix=False, paper="0.03, 0.45", policy="sft-toy"),
-    Row("sft", "cold start", prefix=False, paper="0.13, 2.50"),
-    Row("grpo", "accuracy-only GRPO", "toy_grpo", prefix=False, paper="0.13, 0.02"),
+    Row("base", "untrained", paper="0.03, 0.45", policy="sft-toy"),
+    Row("sft", "cold start", paper="0.13, 2.50"),
+    Row("grpo", "accuracy-only GRPO", "toy_grpo", paper="0.13, 0.02"),
     Row("paragrpo", "PARA-GRPO", "toy_paragrpo", paper="0.41, 0.21"),
     Row("sequential", "PARA-GRPO, one call per turn", policy="paragrpo", arm="sequential"),
     Row("anchoring", "+ Exploration Anchoring", "toy_anchoring", paper="0.35, 0.19"),
-    Row("gating", "+ nFrames Gating", "toy_gating", prefix=False, paper="0.10, 1.36"),
-    Row("grpo_full", "GRPO, full reward", "toy_grpo_full", prefix=False, paper="0.13, 0.02"),
+    Row("gating", "+ nFrames Gating", "toy_gating", paper="0.10, 1.36"),
+    Row("grpo_full", "GRPO, full reward", "toy_grpo_full", paper="0.13, 0.02"),
     Row("paragrpo_full", "PARA-GRPO, full reward", "toy_paragrpo_full", paper="0.41, 0.21"),
     Row("no_tool_reward", "PARA-GRPO, full reward, - R_tool", "toy_no_tool_reward", paper="0.33, 0.04"),
     Row("no_gamma", "PARA-GRPO, - gamma", "toy_no_gamma", paper="0.36, 0.27"),
     Row("prefix_only", "prefix and gating, no anchor", "toy_paragrpo", ("reward.anchor.credit=off",)),
-    Row("anchor_only", "anchor and gating, no prefix", "toy_paragrpo", ("rollout.think_prefix=false",), prefix=False),
+    Row("anchor_only", "anchor and gating, no prefix", "toy_paragrpo", ("rollout.think_prefix=false",)),
 )
 
 # ------------------------------------------------------------------------------------------------ the jobs
@@ -107,8 +106,8 @@ def eval_command(row: Row, folder: Path) -> list[str]:
     """Return the command that evaluates a row. Answers of every row are read as in the accuracy-only reward."""
     model = folder / (row.policy or row.name) / "model"
     changes = [f"run={folder}/eval/{row.name}", f"name={row.name}", f"checkpoint={model}", f"frames={list(KS)}"]
-    changes += [f"arms=[{row.arm}]", "rollout.temperature=1", f"rollout.think_prefix={str(row.prefix).lower()}"]
-    changes += ["grading.untagged_answer=stated", f"splits.toy={folder}/sft-toy", "limit=64"]
+    changes += [f"arms=[{row.arm}]", "rollout.temperature=1", "grading.untagged_answer=stated"]
+    changes += [f"splits.toy={folder}/sft-toy", "limit=64"]
     return ["eval.py", "configs/eval/toy.yaml", *changes]
 
 

@@ -61,12 +61,10 @@ def test_a_row_and_its_control_differ_in_what_the_title_says():
     assert rows["no_tool_reward"] == replace(full, reward=replace(full.reward, w_tool=0))
 
 
-def test_evaluations_differ_in_their_model_its_prefix_and_the_dispatch():
+def test_evaluations_differ_in_their_model_and_the_dispatch():
     for name, cfg in ASKED.items():
         model = {"base": "sft-toy", "sequential": "paragrpo"}.get(name, name)
-        prefix = model in TRAINED and TRAINED[model].rollout.think_prefix
         own = {"run": f"{FOLDER}/eval/{name}", "name": name, "checkpoint": f"{FOLDER}/{model}/model"}
-        own |= {"rollout": replace(cfg.rollout, think_prefix=prefix)}
         own |= {"arms": ("sequential" if name == "sequential" else "parallel",)}
         assert cfg == replace(ASKED["paragrpo"], **own)
 
