@@ -3,7 +3,7 @@
     Task -> Trajectory (an agent's exact tokens) -> Episode (main agent, sub-agents, calls) -> Group (G episodes, one K)
 
     keep_episodes(groups, renderer.readable, path)                 # one line of JSON per episode; `dump` writes one
-    load_episodes(path) -> episodes
+    episode_of(json.loads(line))                                   # an episode again; its clips have times, but no pixels
 
 rl.py and eval.py write episodes to RUN/episodes/, and `study.ask --trace` to a file. `study.report` shows them. This file
 imports only Clip, so every file may import it but runtime/video.py.
@@ -175,11 +175,6 @@ def keep_episodes(groups: Sequence[Group], readable: Callable[[list[int]], str],
         for group in groups:
             for episode in group.episodes:
                 dump(episode, file, readable)
-
-
-def load_episodes(path: str | Path) -> list[Episode]:
-    """Read the episodes of a file. Their clips have times, but no pixels."""
-    return [episode_of(json.loads(line)) for line in Path(path).read_text("utf-8").splitlines()]
 
 
 def episode_of(record: dict) -> Episode:

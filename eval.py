@@ -202,7 +202,7 @@ def main(cfg: EvalConfig) -> int:
     folder, renderer = open_model(cfg)
     refuse_mixed_results(cfg, folder)
 
-    # Ask the remaining items. Nothing is written before the engine is up.
+    # Ask the remaining items. No config and no result is written before the engine is up.
     if items_are_left(jobs):
         require_engine(cfg, folder)
         # config.yaml keeps `think_prefix: null`, so that the same command resumes. Only the agents get its value.

@@ -5,7 +5,8 @@
     measured = accumulate(policy, reference, train_groups, total_tokens, temperature, cfg)   # adds gradients
 
 Each equation stands above its code. Symbols: i an episode in a group of G, t a token of its output o_i, R_i its reward, r the
-ratio, N the sampled tokens of a group or a micro-batch, suffix after suffix, as `Policy` returns them.
+ratio, T all tokens of a trajectory, N the sampled tokens of a group or a micro-batch, suffix after suffix, as `Policy` returns
+them.
 
 The loss names three policies. pi_behaviour sampled the token, and the engine reported its log-prob (`behaviour_logprobs`). pi is
 the policy in training (`logprobs`), and pi_prox the policy before the first update on this batch. There is one update per
@@ -86,7 +87,7 @@ def assign_advantages(groups: Sequence[Group], cfg: GRPOConfig, anchor: Anchor) 
             episode.anchor_advantage = float(a_anchor) if anchor.credit == "struct" else 0.0
 
     if cfg.normalise == "batch":
-        # A_i <- A_i / max(std_batch A, floor). The std is over all episodes of all ranks. A_anchor_i stays unchanged.
+        # A_i <- A_i / max(std_batch A, floor). The std (of n) is over all episodes of all ranks. A_anchor_i is unchanged.
         mine = [episode for group in groups for episode in group.ran]
         batch = sum(gather([episode.advantage for episode in mine]), [])
         std = max(np.std(batch or [0.0]), STD_FLOOR)

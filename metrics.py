@@ -3,7 +3,7 @@
     add_format_metrics(groups, renderer, cfg)    # into the episodes' rewards: their tags, and f on the paper's scale
     describe(groups, ks, step)                   # means over all ranks: rewards, calls, reports, lengths
 
-The second half computes f as the released code does, only to compare it with the paper's. grpo.accumulate measures the update
+The last part computes f as the released code does, only to compare it with the paper's. grpo.accumulate measures the update
 (loss, KL, entropy, log-prob gaps), and runtime/run.py the speed. run.py writes everything to RUN/metrics.jsonl.
 """
 

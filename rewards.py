@@ -31,7 +31,7 @@ from runtime.answers import final_answer, score_answer
 from runtime.api import Api, Judge, JudgeError
 from runtime.render import END_OF_TURN, TAG, TAG_PIECE, TAGS_AND_CODE, Renderer
 
-# What `score` returns; a new part stands in both.
+# The keys of what `score` returns. A new part stands here and there.
 PARTS = ("R", "R_acc", "R_fmt", "R_tool", "f", "R_anchor", "well_formed")
 # A turn with more opening or closing tags of one kind is spam: its episode gets R = 0 and R_anchor = -gamma.
 TAG_LIMITS = {"think": 3, "answer": 3, "tool_call": 32}

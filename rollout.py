@@ -73,7 +73,8 @@ class RolloutConfig(EngineConfig):
     think_prefix: bool | None = True
     """Force `<think>` at the start of each turn of the main agent. null: in an evaluation, as in the checkpoint's training."""
     max_turns: int = 3
-    """Rounds of calls. After the last one comes one more turn, the answer: 3 rounds make at most 4 turns."""
+    """Rounds of calls. After the last one comes one more turn, the answer: 3 rounds make at most 4 turns. Under sequential, each
+    call of a round takes a turn."""
     max_calls: int = 5
     """Calls that run in one turn. Further calls get an error text."""
     max_new_tokens: int = 2048

@@ -38,7 +38,7 @@ class Engine:  # every engine has its own `generate`; the other methods may do n
         stop: tuple[int, ...] = (), shared_prefix: int = 0,
     ) -> Sample:  # fmt: skip
         """Sample a continuation of `ids` up to an end-of-turn token, a token in `stop` or `max_new_tokens`. Other requests can
-        share the first `shared_prefix` ids (0: none do); the engine prefills those once."""
+        share the first `shared_prefix` ids (0: unknown); the engine prefills those once."""
 
     def announce(self, change: int) -> None:
         """Tell the engine that `change` more threads (fewer if negative) are about to call `generate`."""

@@ -124,7 +124,7 @@ def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, reference: bool = F
     logits = min(cfg.logit_chunk, tokens) * vocabulary * 2 * FP32
     used["logits of a chunk, gradient of the head"] = logits + vocabulary * hidden * BF16
     # A guess: CUDA, NCCL and cuBLAS hold about 3 GiB outside PyTorch's allocator, and kernels about 1 GiB inside it.
-    # On one H200, PyTorch's peak was 15 to 34 % below the planned sum (results/gpu.md).
+    # On one GPU, PyTorch's peak was 15 to 33 % below the planned sum (results/gpu.md).
     used["overhead: CUDA, NCCL, kernels, and 5 % between tensors"] = 4 * GIB + 0.05 * sum((held | used).values())
     return Plan(f"training, each of {gpus} GPUs", held, used)
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from transformers import AutoTokenizer
 
 from runtime.prompts import OURS, Live, Prompts
 from runtime.video import Clip
@@ -39,8 +40,6 @@ CHAT_TEMPLATE = Path(__file__).with_name("chat.jinja").read_text(encoding="utf-8
 
 
 def load_tokenizer(checkpoint: str | Path):
-    from transformers import AutoTokenizer  # takes 2 s, and `--help` does not need it
-
     return AutoTokenizer.from_pretrained(str(checkpoint))
 
 

@@ -3,6 +3,7 @@
 [episode] = play(renderer, turns("Closer.</think>" + call + END, last, report="It is red."), tools=("my_tool",))
 """
 
+import json
 import threading
 import time
 import zlib
@@ -13,7 +14,7 @@ import numpy as np
 from tiny import noise
 
 from data import parse_dialogue
-from episode import Episode, Group, Task, Trajectory
+from episode import Episode, Group, Task, Trajectory, episode_of
 from rewards import assign_rewards
 from rollout import AgentContext, RolloutConfig, rollout
 from runtime.engine import Sample
@@ -25,6 +26,10 @@ from study.lab import episode_of_turns
 
 TASK = Task("t1", "What happens?", ("/data/v.mp4",), "oe", "")
 END = "<|im_end|>"
+
+
+def load_episodes(path: Path) -> list[Episode]:
+    return [episode_of(json.loads(line)) for line in path.read_text("utf-8").splitlines()]
 
 
 NO_TABLE = np.zeros((0, 3), np.int64)  # of a video without a file

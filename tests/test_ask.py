@@ -5,9 +5,8 @@ import json
 import sys
 
 import pytest
-from scripted import MemoryVideos, Scripted, turns
+from scripted import MemoryVideos, Scripted, load_episodes, turns
 
-from episode import load_episodes
 from rollout import AgentContext, RolloutConfig
 from study import ask
 

@@ -22,11 +22,10 @@ import pytest
 import torch
 import yaml
 from endpoint import Endpoint
-from scripted import Scripted, is_subagent, turns
+from scripted import Scripted, is_subagent, load_episodes, turns
 from scripts import REPO, Forked, finish, line, lines, sections, start, wait_for, write_results
 
 import eval as evaluation
-from episode import load_episodes
 from eval import EvalConfig, as_trained, dry_run, with_names
 from evals import protocols, results, tables
 from evals.benchmarks import SPLITS, load_split

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from scripted import Scripted, by_chance, is_subagent
+from scripted import Scripted, by_chance, is_subagent, load_episodes
 from scripts import metrics, rl_config, wait_for
 from short_runs import train
 
 import rl
-from episode import load_episodes
 from grpo import make_train_groups
 from rewards import assign_rewards
 from rl import RLConfig, require_agreement, trainer_logprobs

@@ -9,12 +9,12 @@ import threading
 import time
 
 import pytest
-from scripted import END, TASK, MemoryVideos, Scripted, check_trajectory, is_subagent, play, turns
+from scripted import END, TASK, MemoryVideos, Scripted, check_trajectory, is_subagent, load_episodes, play, turns
 from scripts import wait_for
 from tiny import CONTRACT
 
 import rollout
-from episode import Episode, Task, dump, load_episodes
+from episode import Episode, Task, dump
 from rollout import NO_CALLS_LEFT, RolloutConfig, SubagentConfig, overview, render_prompt
 from runtime import dataset
 from runtime.engine import EngineError
