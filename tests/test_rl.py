@@ -8,6 +8,7 @@ import time
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tiny
@@ -20,13 +21,13 @@ import rl
 from grpo import make_train_groups
 from rewards import assign_rewards
 from rl import RLConfig, require_agreement, trainer_logprobs
-from rollout import render_prompt
+from rollout import RolloutConfig, render_prompt
 from runtime import config
 from runtime.checkpoints import load_policy
 from runtime.dataset import RowError
 from runtime.engine import EngineError
 from runtime.policy import PolicyConfig
-from runtime.run import Run
+from runtime.run import Clock, Run
 from runtime.video import Videos
 from runtime.weights import WeightSync
 
@@ -255,6 +256,17 @@ def test_an_evaluation_is_greedy_at_each_k_with_tools_and_without(scripted, toy_
         assert last[f"eval/{part}"] == pytest.approx((last[f"eval/{part}/K=4"] + last[f"eval/{part}/K=16"]) / 2)
     assert last["eval/well_formed"] == 1 and last["eval/kappa"] > 0 == last["eval_no_tools/kappa"]
     assert last["eval/failed_rate"] == last["eval_no_tools/failed_rate"] == 0
+
+
+def test_the_servers_of_the_rank_that_has_lost_most_are_counted(monkeypatch):
+    rollout = RolloutConfig(urls=("http://127.0.0.1:1", "http://127.0.0.1:2"))
+    sampler = SimpleNamespace(cfg=SimpleNamespace(rollout=rollout), dataset=SimpleNamespace(bad={"rl.parquet:3": ""}))
+    sampler.engine = SimpleNamespace(servers=[1, 2])
+    monkeypatch.setattr(rl, "gather", lambda mine: [mine, 1])
+    monkeypatch.setattr(rl, "speed", lambda *_: {})
+    clock = Clock()
+    clock.lap("train")
+    assert rl.measure_run(sampler, SimpleNamespace(cfg=None), [], clock) == {"bad_rows": 1, "servers": 1}
 
 
 def test_the_engine_is_closed_if_what_opens_after_it_fails(toy_dir, tmp_path, renderer, monkeypatch):
