@@ -295,7 +295,6 @@ class Sampler:
 
     def close(self) -> None:
         self.stopped.set()
-        self.engine.close()  # requests in flight fail now; their batch is not needed
         for executor in (self.thread, self.decoding):  # do not wait: a tool or a decoder may never return
             executor.shutdown(wait=False, cancel_futures=True)
 
@@ -307,8 +306,9 @@ def open_sampler(cfg: RLConfig, source: Path, renderer: Renderer) -> Iterator[tu
     with snapshot_folders(cfg.run, source, image_bytes) as (snapshots, frames):
         logs = Path(cfg.run) / "logs"
         with (
-            contextlib.closing(open_engine(source, renderer, cfg.rollout, logs, frames)) as engine,
             Videos(cfg.workers) as videos,
+            # It closes before the decoders: requests in flight then fail, and their batch is not needed.
+            contextlib.closing(open_engine(source, renderer, cfg.rollout, logs, frames)) as engine,
             contextlib.closing(Sampler(cfg, engine, renderer, videos)) as sampler,
         ):
             yield sampler, WeightSync(snapshots, engine, cfg.rollout)
