@@ -72,8 +72,9 @@ def test_the_8bs_configs_run_go_on_and_log_the_figures_that_it_explains(tmp_path
 
     # The first columns of its tables; mfu needs a GPU, a batch need not draw every K, and a random model makes no calls.
     logged = metrics(tmp_path / "runs/sft_8b")[0], metrics(tmp_path / "runs/paragrpo_8b")[0]
-    for table, row in zip(re.findall(r"^\| metric \|.*?(?=\n\n)", PAGE, re.M | re.S), logged, strict=True):
+    tables = re.findall(r"^\| metric \|.*?(?=\n\n)", PAGE, re.M | re.S)
+    for table, row, count in zip(tables, logged, (7, 17), strict=True):
         named = re.findall(r"`([\w/=]+)`", "".join(line.split("|")[1] for line in table.splitlines()))
-        assert len(named) > 6
+        assert len(named) == count
         for name in named:
             assert name in row or name == "mfu" or name.startswith(("kappa/K=", "parallel_rate", "report/")), name
