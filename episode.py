@@ -99,9 +99,8 @@ class Episode:
     # "" if it ran, else RowError, VideoError, EngineError, Refusal (of an API), Stopped or JudgeError
     error_kind: str = ""
     error_text: str = ""  # the reason
-    rewards: dict[str, float] = field(
-        default_factory=dict
-    )  # by name: R and its parts, and metrics.py's; eval.py has its own
+    # By name: R and its parts, and what metrics.py adds. eval.py has its own.
+    rewards: dict[str, float] = field(default_factory=dict)
     advantage: float = 0.0  # A_i, for every sampled token
     anchor_advantage: float = 0.0  # A_anchor_i, for structural tokens only (credit: struct)
 

@@ -153,7 +153,8 @@ def share_prompts(trajectories: Sequence[TrainTrajectory], budget: int) -> list[
     parts: list[list[TrainTrajectory]] = []
     newest: dict[tuple, list[TrainTrajectory]] = {}  # prompt_key -> its newest part
     length: dict[tuple, int] = {}  # prompt_key -> the tokens of that part
-    for trajectory, advantages in trajectories:
+    for member in trajectories:
+        trajectory = member.trajectory
         # The main agents of a group have the same prompt. Sub-agents' prompts with equal tokens, stamps included, can still
         # show different pixels.
         shown = [id(clip.pixels) for clip in trajectory.prompt_clips]
@@ -163,7 +164,7 @@ def share_prompts(trajectories: Sequence[TrainTrajectory], budget: int) -> list[
             newest[prompt_key] = []
             length[prompt_key] = trajectory.prompt_length
             parts.append(newest[prompt_key])
-        newest[prompt_key].append(TrainTrajectory(trajectory, advantages))
+        newest[prompt_key].append(member)
         length[prompt_key] += n
     return parts
 

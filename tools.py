@@ -23,9 +23,8 @@ from runtime.video import Clip, VideoError, Videos
 from runtime.visual import VisualContract
 
 log = logging.getLogger(__name__)
-MAX_TEXT_CHARS = (
-    4000  # longest text of a tool, about 1000 tokens; rollout.append_rendered ends an episode that has no room
-)
+# Longest text of a tool, about 1000 tokens. rollout.append_rendered ends an episode that has no room for it.
+MAX_TEXT_CHARS = 4000
 _logged: set[tuple[str, type]] = set()  # (tool, exception type) whose traceback this process has logged
 
 

@@ -112,9 +112,8 @@ def test_batch_normalisation_is_over_all_episodes_of_all_ranks_and_spares_the_an
         group_that_said(toy_renderer, cfg, [TIDY] * 3, "b"),
     )
     own = group_advantage([1, 0, 1])
-    monkeypatch.setattr(
-        grpo, "gather", lambda mine: [mine, [4.0, -4.0] if isinstance(mine, list) else 0]
-    )  # another rank
+    # Another rank has two episodes, and no tokens.
+    monkeypatch.setattr(grpo, "gather", lambda mine: [mine, [4.0, -4.0] if isinstance(mine, list) else 0])
     train_groups = train_groups_of([varied, flat], cfg)
     assert [e.advantage for e in varied.episodes] == pytest.approx(own / np.std([*own, 0, 0, 0, 4, -4]))
     assert [e.anchor_advantage for e in varied.episodes] == pytest.approx(group_advantage([0.7, 0.7, -0.3]))
