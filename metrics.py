@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from episode import CALL_ERRORS, Episode, Group, Trajectory
 from rewards import FORMAT_WEIGHTS, TAG_LIMITS, Elements, RewardConfig, is_spam, split_turn, turn_texts
 from runtime.distributed import gather, mean_over_ranks
-from runtime.render import TAG, Renderer
+from runtime.render import END_OF_TURN, TAG, Renderer
 from tools import TOOLS
 
 # ------------------------------------------------------------------------------------------------ means over a step
@@ -169,11 +169,12 @@ def release_has_call(text: str) -> bool:
     not be closed."""
     for call in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.S):
         with contextlib.suppress(ValueError, RecursionError):
-            call = json.loads(call)
+            call = json.loads(call.strip())
             if isinstance(call, dict) and "name" in call:
                 return True
-    for code in re.findall(r"<tool_code>(?!<\|im_end\|>)(.*?)(?:</tool_code>|\Z)", text, re.S):
-        if any("(" in line and not line.startswith("#") for line in code.splitlines()):
+    for code in re.findall(r"<tool_code>(.*?)(?:</tool_code>|\Z)", text, re.S):
+        lines = [line.strip() for line in code.strip().splitlines()]
+        if not code.strip().startswith(END_OF_TURN) and any("(" in line and line[0] != "#" for line in lines):
             return True
     return False
 

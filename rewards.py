@@ -31,7 +31,7 @@ from runtime.answers import final_answer, score_answer
 from runtime.api import Api, Judge, JudgeError
 from runtime.render import END_OF_TURN, TAG, TAG_PIECE, TAGS_AND_CODE, Renderer
 
-# The keys of what `score` returns. A new part stands here and there.
+# The keys of what `score` returns. Add a new part in two places: here, and in the dict that `score` returns.
 PARTS = ("R", "R_acc", "R_fmt", "R_tool", "f", "R_anchor", "well_formed")
 # A turn with more opening or closing tags of one kind is spam: its episode gets R = 0 and R_anchor = -gamma.
 TAG_LIMITS = {"think": 3, "answer": 3, "tool_call": 32}
@@ -50,12 +50,13 @@ class Anchor:
     """Selective Anchoring: which tokens get R_anchor's advantage, and its weights."""
 
     credit: Literal["struct", "off"] = "struct"
-    """struct: structural tokens get the advantage of R_anchor. off: R_anchor is only logged."""
+    """struct: structural tokens get the advantage of R_anchor. off: R_anchor is only logged, and the last 0.1 of R_fmt is also paid
+    for balanced tags, as in the release."""
     alpha: float = 0.4
     beta: float = 0.3
     gamma: float = 0.3
     lam: float = 0.5
-    """lambda: scales the advantage of R_anchor, and R_anchor inside the metric f."""
+    """lambda: scales the advantage of R_anchor. (The metric f always has the default weights.)"""
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,13 @@ class RewardConfig:
             raise ValueError("open_answer = 'judge' needs judge.url and judge.model: set both")
 
 
+DEFAULT = RewardConfig()  # the weights of the metric f
+
 # ------------------------------------------------------------------------------------------------ R
 
 
 def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge | None = None) -> dict[str, float]:
-    """Return all parts by name, or raise JudgeError. f is a metric and no part of R: R_fmt with R_anchor inside its cap."""
+    """Return all parts by name, or raise JudgeError. f is only a metric: R does not contain it."""
     # Split the turns into tags and text. Tag spam scores 0.
     texts = turn_texts(episode.main, renderer)
     turns = [split_turn(text) for text in texts]
@@ -108,13 +111,15 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
     tool = tool_reward(episode, acc)
 
     # Score the format. Without a call, R_fmt is at most 0.8, or 0.7 with the plain weights.
-    # R_fmt = min(0.9, s)                     + 0.1 * [flawless]
-    # f     = min(0.9, s + lambda * R_anchor) + 0.1 * [flawless]
+    # R_fmt = min(0.9, s) + 0.1 * [flawless]
     turns_that_called = {call.turn for call in episode.calls if not call.error}
-    s, flawless = format_terms(turns, bool(tagged_answer), turns_that_called, cfg)
-    anchor = anchor_reward(turns, cfg.anchor)
-    fmt = min(0.9, s) + 0.1 * flawless
-    f = min(0.9, s + cfg.anchor.lam * anchor) + 0.1 * flawless
+    s = format_terms(turns, bool(tagged_answer), turns_that_called, cfg.answer_suffix)
+    fmt = min(0.9, s) + 0.1 * is_flawless(turns, s, cfg.anchor)
+
+    # f = min(0.9, s + lambda * R_anchor) + 0.1 * [well formed], with the default weights, whatever the run's are. So f has
+    # the same scale in all runs.
+    s_default = format_terms(turns, bool(tagged_answer), turns_that_called, DEFAULT.answer_suffix)
+    f = min(0.9, s_default + DEFAULT.anchor.lam * anchor_reward(turns, DEFAULT.anchor)) + 0.1 * well_formed(turns)
     return {
         # R = R_acc + w_fmt * R_fmt + w_tool * R_tool
         "R": acc + cfg.w_fmt * fmt + cfg.w_tool * tool,
@@ -122,7 +127,7 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
         "R_fmt": fmt,
         "R_tool": tool,
         "f": f,
-        "R_anchor": anchor,
+        "R_anchor": anchor_reward(turns, cfg.anchor),
         "well_formed": float(well_formed(turns)),
     }
 
@@ -132,7 +137,7 @@ def score_of_spam(cfg: RewardConfig) -> dict[str, float]:
     would beat leaving a thought open."""
     parts = dict.fromkeys(PARTS, 0.0)
     parts["R_anchor"] = -cfg.anchor.gamma
-    parts["f"] = cfg.anchor.lam * parts["R_anchor"]
+    parts["f"] = -DEFAULT.anchor.lam * DEFAULT.anchor.gamma
     return parts
 
 
@@ -169,29 +174,28 @@ def turn_texts(trajectory: Trajectory, renderer: Renderer) -> list[str]:
 # ------------------------------------------------------------------------------------------------ R_fmt, R_anchor, R_tool
 
 
-def format_terms(
-    turns: list[Elements], tagged: bool, turns_that_called: set[int], cfg: RewardConfig
-) -> tuple[float, bool]:
-    """Return s, the weights that the turns earn, and whether they are flawless. `tagged`: the final answer is in <answer> tags.
+def format_terms(turns: list[Elements], tagged: bool, turns_that_called: set[int], answer_suffix: bool) -> float:
+    """Return s, the weights that the turns earn. `tagged`: the final answer is in <answer> tags.
 
     The release computes min(1, s + 0.1 * [s > 0 and all tags balanced]). With calls, s alone can reach 1, and broken tags cost
     nothing. Capping s at 0.9 gives well-formed text the same score, and any flaw costs 0.1."""
     # s = w_think * [every turn thinks] + w_answer * [the final answer is tagged and not empty]
     #     + w_think_before_call * [calls ran, and every turn with such a call thinks before its first call]
-    weights = FORMAT_WEIGHTS[cfg.answer_suffix]
+    weights = FORMAT_WEIGHTS[answer_suffix]
     thinks = bool(turns) and all(thought_ends(turn) for turn in turns)
     thinks_before_calls = bool(turns_that_called) and all(thinks_before_call(turns[i]) for i in turns_that_called)
     s = weights["think"] * thinks
     s += weights["answer"] * tagged
     s += weights["think_before_call"] * thinks_before_calls
+    return s
 
-    # Text without a flaw is well formed. That needs a thought, which the release does not ask of plain GRPO. So under `off`,
-    # balanced tags suffice.
-    if cfg.anchor.credit == "struct":
-        flawless = well_formed(turns)
-    else:
-        flawless = s > 0 and all(tags_pair(turn, name) for turn in turns for name in TAG_LIMITS)
-    return s, flawless
+
+def is_flawless(turns: list[Elements], s: float, anchor: Anchor) -> bool:
+    """Return whether R_fmt pays its last 0.1. Under `struct`, the text must be well formed. That needs a thought, which the
+    release does not ask of plain GRPO. So under `off`, balanced tags suffice."""
+    if anchor.credit == "struct":
+        return well_formed(turns)
+    return s > 0 and all(tags_pair(turn, name) for turn in turns for name in (*TAG_LIMITS, "tool_code"))
 
 
 def thinks_before_call(turn: Elements) -> bool:

@@ -86,6 +86,25 @@ def test_what_an_adversarial_completion_earns_is_known_by_hand(name):
     assert {key: parts[key] for key in expected} == pytest.approx(expected)
 
 
+GRPO = RewardConfig(answer_suffix=False, anchor=Anchor(credit="off"))  # plain GRPO
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_metric_f_of_a_text_is_the_same_in_every_run(name):
+    """Past bug: under plain GRPO, f had other weights and paid its last 0.1 for balanced tags, so curves compared two scales."""
+    turns, executed, *_ = CASES[name]
+    f = earned(turns, executed)["f"]
+    for cfg in (GRPO, RewardConfig(anchor=Anchor(alpha=0.0, beta=0.0, gamma=0.0, lam=0.0))):
+        assert earned(turns, executed, cfg=cfg)["f"] == f
+
+
+def test_code_that_is_not_closed_costs_plain_grpo_the_last_tenth_of_r_fmt():
+    turns = [LOOK.replace(CALL, CODE), DONE]
+    assert earned(turns, 1, cfg=GRPO)["R_fmt"] == pytest.approx(1.0)
+    turns = [LOOK.replace(CALL, CODE.removesuffix("</tool_code>")), DONE]
+    assert earned(turns, 1, cfg=GRPO)["R_fmt"] == pytest.approx(0.9)
+
+
 def one_edit_away(turns: list[str]) -> list[list[str]]:
     """Return the texts in which a tag is left out, replaced or swapped with the next, or a tag, a pair of tags, a piece of one or
     a word is added before or after any tag."""
@@ -117,7 +136,8 @@ def test_no_text_one_edit_from_an_honest_one_earns_as_much_unless_it_is_well_for
         flawed = not parts["well_formed"]
         if credit == "off":
             elements = [rewards.split_turn(turn) for turn in turns]
-            flawed = not all(rewards.tags_pair(turn, name) for turn in elements for name in rewards.TAG_LIMITS)
+            names = (*rewards.TAG_LIMITS, "tool_code")
+            flawed = not all(rewards.tags_pair(turn, name) for turn in elements for name in names)
         most = full["R"] - 0.09 * flawed
         assert parts["R"] < most + 1e-9 and parts["f"] < full["f"] - 0.04 * flawed + 1e-9, turns
         assert parts["R_anchor"] <= full["R_anchor"], turns
