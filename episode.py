@@ -12,6 +12,7 @@ Deliberately missing: pixels in the records, and reading the records of another 
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -121,6 +122,16 @@ class Episode:
     def n_executed(self) -> int:
         """Calls that ran. The metric kappa is their mean per episode."""
         return sum(not call.error for call in self.calls)
+
+    @property
+    def critical_tokens(self) -> int:
+        """Sampled tokens that were waited for: the main agent's, and the longest report of each turn, since reports are written
+        in parallel."""
+        longest: dict[int, int] = defaultdict(int)  # turn -> tokens
+        for call in self.calls:
+            if call.subagent:
+                longest[call.turn] = max(longest[call.turn], call.subagent.n_sampled)
+        return self.main.n_sampled + sum(longest.values())
 
 
 @dataclass

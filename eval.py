@@ -186,6 +186,7 @@ def make_record(
         "turns": len(turns),
         "tokens": episode.main.n_sampled,
         "subagent_tokens": sum(subagent.n_sampled for subagent in episode.subagents),
+        "critical_tokens": episode.critical_tokens,
         "truncated": episode.main.finish == "length",
         "seconds": episode.seconds,
         "error": episode.error,

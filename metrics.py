@@ -66,6 +66,7 @@ def collect_episode(seen: dict[str, list[float]], episode: Episode, step: int) -
     seen["truncated_rate"].append(episode.main.finish == "length")
     seen["turns"].append(len(episode.main.turns))
     seen["sampled_tokens"].append(episode.main.n_sampled)
+    seen["critical_tokens"].append(episode.critical_tokens)
     versions = [version for version in episode.main.versions if version >= 0]
     if versions:
         seen["staleness"].append(step - sum(versions) / len(versions))

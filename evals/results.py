@@ -3,7 +3,7 @@
     kept, items = resume(path, items)   # the records to keep, and the items to ask
     results = read_results(path)        # one file; its name says split, K and arm
     read_runs(["runs/eval/a", ...])     # all files of several runs, for one table
-    costs(results)                      # means per item
+    costs(results), rates(results)      # means per item, and shares of items without a good answer
 
 RUN/SPLIT-K64-ARM.jsonl has one line per item. RUN/config.yaml has the name of the model's row, and RUN/run.json has the sizes of
 the splits. `checks.refuse_other_run` refuses to add answers that were given under other settings.
@@ -12,6 +12,7 @@ the splits. `checks.refuse_other_run` refuses to add answers that were given und
 import dataclasses
 import functools
 import json
+import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -140,21 +141,28 @@ def outcomes(records: Sequence[dict]) -> dict[str, float]:
     return {name: statistics.fmean(values) for name, values in columns.items()}
 
 
+def rates(results: Results) -> dict[str, float]:
+    """Return the shares of items without a good answer, in percent."""
+    totals = Counter()
+    for record in results.records:
+        refused = record["error"].startswith("Refusal: ")  # begins with Episode.error_kind
+        totals["error_rate"] += bool(record["error"]) and not refused
+        totals["refused_rate"] += refused
+        totals["unparsed_rate"] += record["prediction"] is None and not record["error"]
+        totals["truncated_rate"] += record["truncated"]
+    return {name: 100 * total / len(results.records) for name, total in totals.items()}
+
+
 def costs(results: Results) -> dict[str, float]:
-    """Return means per item, and rates in percent."""
+    """Return means per item."""
     totals = Counter()
     for record in results.records:
         ran = executed(record)
         totals["calls"] += ran
         totals["tool_usage_rate"] += 100 * (ran > 0)
         totals["failed_calls"] += len(record["calls"]) - ran
-        for name in ("turns", "tokens", "subagent_tokens", "seconds"):
-            totals[name] += record[name]
-        refused = record["error"].startswith("Refusal: ")  # begins with Episode.error_kind
-        totals["error_rate"] += 100 * (bool(record["error"]) and not refused)
-        totals["refused_rate"] += 100 * refused
-        totals["unparsed_rate"] += 100 * (record["prediction"] is None and not record["error"])
-        totals["truncated_rate"] += 100 * record["truncated"]
+        for name in ("turns", "tokens", "subagent_tokens", "critical_tokens", "seconds"):
+            totals[name] += record.get(name, math.nan)  # older records have no critical_tokens
     return {name: total / len(results.records) for name, total in totals.items()}
 
 

@@ -6,8 +6,8 @@
 
 `table` has one row per model, arm and K. Runs of one `name` share a row, and so do the K of the paper's table, where Charades has
 its own. A cell has the score and the gain over the baseline; an unfinished score says `n of N`. Errors count as wrong. Below a
-model are the published scores of its finished splits. A second table has the costs per item; --by splits the scores by a field
-of the records.
+model are the published scores of its finished splits. Two more tables have all figures of each split, and the costs per item;
+--by splits the scores by a field of the records.
 
 `ablation` has the paper's three ablation tables. NAME stands for grpo, paragrpo and so on: `run` and `eval` of the rows in
 configs/eval/published.yaml. What is missing is an empty cell.
@@ -17,6 +17,7 @@ Deliberately missing: significance tests, several seeds of a row (`make paradox`
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections import defaultdict
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from evals.benchmarks import headline
-from evals.results import Results, costs, read_published, read_run, read_runs, whole_lines
+from evals.results import Results, costs, rates, read_published, read_run, read_runs, whole_lines
 from runtime.config import ConfigError, suggest
 from runtime.dataset import DataError
 
@@ -65,7 +66,7 @@ def all_tables(runs: Sequence[str | Path], baseline: str = "", by: str = "", tag
     if baseline not in names:
         raise DataError(f"--baseline {baseline!r}: no results have that name; {suggest(baseline, names)}")
     all_results.sort(key=lambda r: (names.index(r.name), r.arm != "parallel", r.arm, r.k))
-    parts = [scores_table(all_results, baseline), costs_table(all_results)]
+    parts = [scores_table(all_results, baseline), figures_table(all_results), costs_table(all_results)]
     if by:
         parts.append(breakdown_table(all_results, by))
     return "\n\n".join(parts)
@@ -146,16 +147,23 @@ def published_lines(rows: dict[RowKey, Row], published: dict) -> list[dict[str, 
     return lines
 
 
-def costs_table(all_results: Sequence[Results]) -> str:
-    """Write the cost per item, and all figures of the split."""
+def figures_table(all_results: Sequence[Results]) -> str:
+    """Write all figures of each split, and the shares of items without a good answer."""
     rows = []
     for results in all_results:
-        row = first_cells(results) | {"items": len(results.records)}
-        for name, value in costs(results).items():
-            row[name] = f"{value:.2f}"
-        row["figures"] = ", ".join(f"{name} {value:.1f}" for name, value in results.figures().items())
-        rows.append(row)
-    return markdown("### Per item", list(rows[0]), rows)
+        figures = ", ".join(f"{name} {value:.1f}" for name, value in results.figures().items())
+        cells = {name: f"{value:.1f}" for name, value in rates(results).items()}
+        rows.append(first_cells(results) | {"items": len(results.records), "figures": figures} | cells)
+    return markdown("### Figures", list(rows[0]), rows)
+
+
+def costs_table(all_results: Sequence[Results]) -> str:
+    """Write the means per item."""
+    rows = []
+    for results in all_results:
+        cells = {name: f"{value:.2f}" for name, value in costs(results).items() if not math.isnan(value)}
+        rows.append(first_cells(results) | cells)
+    return markdown("### Per item", [*first_cells(all_results[0]), *costs(all_results[0])], rows)
 
 
 def breakdown_table(all_results: Sequence[Results], by: str) -> str:

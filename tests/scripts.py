@@ -241,7 +241,7 @@ def line(id, score, *, video="", **more) -> dict:
     plain = {
         "id": id, "videos": [video or f"v/{id}.mp4"], "kind": "mcq", "gold": "A",
         "said": "A", "answer": "A", "tagged": True, "duration": "", "prediction": "A", "score": float(score), "judged": False, "calls": [], "turns": 1, "tokens": 10,
-        "subagent_tokens": 0, "truncated": False, "seconds": 1.0, "error": "",
+        "subagent_tokens": 0, "critical_tokens": 10, "truncated": False, "seconds": 1.0, "error": "",
     }  # fmt: skip
     return plain | more
 

@@ -19,7 +19,7 @@ from episode import Task
 from eval import EvalConfig
 from evals.benchmarks import Item
 from evals.protocols import Prompting, run_protocol
-from evals.results import costs, read_results, read_run
+from evals.results import rates, read_results, read_run
 from rollout import AgentContext, RolloutConfig
 from runtime import api, config
 from runtime.api import RETRY, Api, Judge, JudgeError, OpenAI
@@ -241,11 +241,11 @@ def test_refusals_are_counted_apart_and_asked_again(endpoint, theirs, tmp_path, 
     assert evaluation.main(theirs(there, "rollout.concurrency=1", "limit=2")) == 0
     results = read_results(tmp_path / "run" / "toy-K4-direct.jsonl")
     assert sorted(record["error"] for record in results.records) == ["", "Refusal: No."]
-    rates = costs(results)
-    assert (rates["refused_rate"], rates["error_rate"], rates["unparsed_rate"]) == (50, 0, 0)
+    shares = rates(results)
+    assert (shares["refused_rate"], shares["error_rate"], shares["unparsed_rate"]) == (50, 0, 0)
     evaluation.main(theirs(there, "limit=2"))
     results = read_results(tmp_path / "run" / "toy-K4-direct.jsonl")
-    assert len(there.bodies) == 3 + 2 and not costs(results)["refused_rate"]
+    assert len(there.bodies) == 3 + 2 and not rates(results)["refused_rate"]
 
 
 # ------------------------------------------------------------------------------------------------ the judge

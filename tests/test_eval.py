@@ -29,7 +29,7 @@ import eval as evaluation
 from eval import EvalConfig, as_trained, dry_run, with_names
 from evals import protocols, results, tables
 from evals.benchmarks import SPLITS, load_split
-from evals.results import costs, read_results
+from evals.results import costs, rates, read_results
 from evals.tables import interval
 from rl import RLConfig
 from rollout import derive_seed
@@ -378,7 +378,7 @@ def test_answers_without_a_tag_count_only_where_the_config_says_so(write, model,
     results = read_results(results_file(tmp_path, "none"))
     assert {r["prediction"] for r in results.records} == {prediction and prediction.format(color)}
     assert results.figures()["accuracy"] == (100 * count / 8 if prediction else 0)
-    assert costs(results)["unparsed_rate"] == (0 if prediction else 100)
+    assert rates(results)["unparsed_rate"] == (0 if prediction else 100)
     assert not any(record["tagged"] for record in results.records)
 
 
@@ -530,17 +530,28 @@ def test_mmvu_is_its_multiple_choice_unless_a_judge_graded_the_others(tmp_path):
     for figures in ("mc_625 75.0", "mc_625 75.0, all_1000 66.7"):
         write_results(tmp_path, "mmvu", rows)
         found = sections(tables.all_tables([tmp_path]))
-        assert found["Scores"][2][3] == "75.0" and found["Per item"][2][-1] == figures
+        assert found["Scores"][2][3] == "75.0" and found["Figures"][2][5] == figures
         rows[4] |= {"judged": True, "score": 1.0}
 
 
 def test_costs_are_means_and_rates_over_all_items(tmp_path):
     rows = [line("a", 1), line("b", 0, prediction=None)]
     rows[0] |= {"calls": [{"error": ""}, {"error": "timeout"}], "tokens": 30, "seconds": 3.0, "truncated": True}
-    assert costs(read_results(write_results(tmp_path, "videomme", rows, total=2700))) == {
-        "calls": 0.5, "tool_usage_rate": 50, "failed_calls": 0.5, "turns": 1, "tokens": 20, "subagent_tokens": 0, "seconds": 2,
-        "error_rate": 0, "refused_rate": 0, "unparsed_rate": 50, "truncated_rate": 50,
+    rows[0] |= {"subagent_tokens": 9, "critical_tokens": 36}
+    results = read_results(write_results(tmp_path, "videomme", rows, total=2700))
+    assert rates(results) == {"error_rate": 0, "refused_rate": 0, "unparsed_rate": 50, "truncated_rate": 50}
+    assert costs(results) == {
+        "calls": 0.5, "tool_usage_rate": 50, "failed_calls": 0.5, "turns": 1, "tokens": 20, "subagent_tokens": 4.5,
+        "critical_tokens": 23, "seconds": 2,
     }  # fmt: skip
+
+
+def test_records_of_an_older_version_have_no_critical_tokens_and_a_table(tmp_path):
+    rows = [line("a", 1), line("b", 0)]
+    del rows[0]["critical_tokens"]
+    write_results(tmp_path, "videomme", rows, total=2700)
+    header, _, cells = sections(tables.all_tables([tmp_path]))["Per item"]
+    assert "critical_tokens" not in header and cells[header.index("tokens")] == "10.00"
 
 
 def test_results_that_make_no_table_are_refused(tmp_path):

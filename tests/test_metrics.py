@@ -59,7 +59,7 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
         "acc/K=4": 0.5, "acc/K=64": 1, "acc/K=4/called": 1, "acc/K=4/skipped": 0, "acc/K=64/skipped": 1,
         "truncated_rate": 1 / 3, "turns": 5 / 3, "sampled_tokens": 7 / 3, "calls/crop_video": 2 / 3,
         "call_errors/unparseable": 1 / 4, "call_errors/too_dark": 1 / 4,
-        "calls/distinct": 1 / 2,
+        "calls/distinct": 1 / 2, "critical_tokens": (4 + 6 + 2 + 1) / 3,
         "report/ended": 1 / 2, "report/tokens": 4.5, "report/tagged": 1 / 2,
         "staleness": (1.5 + 1 + 0) / 3, "share/K=4": 1 / 3, "share/K=64": 2 / 3, "flat_groups": 1 / 3,
     }  # fmt: skip
