@@ -130,6 +130,7 @@ class Job:
     arm: str  # of our agent, its dispatch; of other models, the protocol
     dispatch: str
     items: list[Item]  # the first `limit` of the split, or all
+    whole: bool  # all
     path: Path
 
 
@@ -204,7 +205,7 @@ def main(cfg: EvalConfig) -> int:
     refuse_mixed_results(cfg, folder)
 
     # Ask the remaining items. No config and no result is written before the engine is up.
-    if items_are_left(jobs):
+    if work_is_left(jobs):
         require_engine(cfg, folder)
         # config.yaml keeps `think_prefix: null`, so that the same command resumes. Only the agents get its value.
         rollout = as_trained(cfg.rollout, folder)
@@ -232,10 +233,10 @@ def main(cfg: EvalConfig) -> int:
 def run_job(job: Job, context: AgentContext, cfg: EvalConfig) -> None:
     """Write the records to keep, then ask the other items concurrently. Each item appends its record when it ends."""
     # The file is read under the run's lock: until then, another process may have answered items.
-    kept, items = resume(job.path, job.items)
+    kept, items = resume(job.path, job.items, job.whole)
+    write_whole(job.path, "".join(json.dumps(record) + "\n" for record in kept))
     if not items:
         return
-    write_whole(job.path, "".join(json.dumps(record) + "\n" for record in kept))
     judge = Judge(cfg.grading.judge)
     episodes = Path(cfg.run) / "episodes" / job.path.name
     writing = threading.Lock()
@@ -262,9 +263,13 @@ def run_job(job: Job, context: AgentContext, cfg: EvalConfig) -> None:
             context.stopped.set()  # after an error, no episode starts another turn
 
 
-def items_are_left(jobs: list[Job]) -> bool:
-    """Return whether an item of a job has no answer yet."""
-    return any(resume(job.path, job.items)[1] for job in jobs)
+def work_is_left(jobs: list[Job]) -> bool:
+    """Return whether a job has an item to ask, or a record to drop."""
+    for job in jobs:
+        kept, items = resume(job.path, job.items, job.whole)
+        if items or len(kept) < len(read_results(job.path).records):
+            return True
+    return False
 
 
 def save_with_sizes(cfg: EvalConfig, folder: Path) -> None:
@@ -307,7 +312,7 @@ def dry_run(cfg: EvalConfig) -> None:
         passed(f"checkpoint: {folder}", dry=True)
     refuse_mixed_results(cfg, folder)
     passed(f"run: {cfg.run}", dry=True)
-    if items_are_left(jobs):
+    if work_is_left(jobs):
         require_engine(cfg, folder)
         passed("model and judge", dry=True)
 
@@ -334,7 +339,7 @@ def list_jobs(cfg: EvalConfig, dry: bool = False) -> list[Job]:
             for dispatch in cfg.arms:
                 arm = dispatch if cfg.agentic else cfg.prompting.protocol
                 path = Path(cfg.run) / f"{split}-K{k}-{arm}.jsonl"
-                jobs.append(Job(split, k, arm, dispatch, items, path))
+                jobs.append(Job(split, k, arm, dispatch, items, not cfg.limit, path))
         passed(f"{split}: {len(items)} items, {len(items) * len(cfg.frames) * len(cfg.arms)} episodes", dry)
     if missing:
         raise DataError("\n".join(missing))

@@ -1,6 +1,6 @@
 """results.py: the result files of eval.py: read them, resume them, average them, name a run, and compare it with the published one.
 
-    kept, items = resume(path, items)   # the records to keep, and the items to ask
+    kept, left = resume(path, items, whole)   # the records to keep, and the items to ask
     results = read_results(path)        # one file; its name says split, K and arm
     read_runs(["runs/eval/a", ...])     # all files of several runs, for one table
     costs(results), rates(results)      # means per item, and shares of items without a good answer
@@ -31,7 +31,7 @@ from runtime.visual import VisualContract, read_json
 
 PUBLISHED_FILE = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
 RECORD = (  # fields of each line that the tables read; our own agent's lines have f and well_formed as well
-    "id", "videos", "kind", "tagged", "prediction", "score", "judged", "calls", "turns", "tokens", "subagent_tokens",
+    "id", "videos", "kind", "gold", "tagged", "prediction", "score", "judged", "calls", "turns", "tokens", "subagent_tokens",
     "truncated", "seconds", "error",
 )  # fmt: skip
 SHAPES_RESULTS = ("frames", "arms", "prompting", "rollout", "visual")  # settings that decide what a model sees and says
@@ -114,11 +114,19 @@ def read_runs(runs: Sequence[str | Path]) -> list[Results]:
     return all_results
 
 
-def resume(path: Path, items: list[benchmarks.Item]) -> tuple[list[dict], list[benchmarks.Item]]:
-    """Return the records of a file to keep, and the items still to ask. An item that ended in an error is asked again."""
+def resume(path: Path, items: list[benchmarks.Item], whole: bool) -> tuple[list[dict], list[benchmarks.Item]]:
+    """Return the records of a file to keep, and the items still to ask. An item is asked again if it ended in an error, or if its
+    record has another gold answer. If `items` are the whole split, records of other ids are dropped."""
+    tasks = {item.task.id: item.task for item in items}
     kept = {}
-    if path.exists():
-        kept = {record["id"]: record for record in read_results(path).records if not record["error"]}
+    for record in read_results(path).records if path.exists() else ():
+        task = tasks.get(record["id"])
+        if task:
+            of_this_item = (record["kind"], record["gold"]) == (task.kind, task.answer)
+        else:
+            of_this_item = not whole  # an item beyond the limit
+        if of_this_item and not record["error"]:
+            kept[record["id"]] = record
     return list(kept.values()), [item for item in items if item.task.id not in kept]
 
 

@@ -18,6 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -306,6 +308,31 @@ def test_items_of_torn_lines_and_errors_are_asked_again_and_leave_one_line(write
     run(path, "rollout.concurrency=2", "decoders=2", "rollout.urls=[http://127.0.0.1:9]")  # a place is not a setting
     assert len(engines) == 1  # no engine was opened
     assert asked(engines) == 3 * 5 and len(outcomes(file)) == 8  # two turns and a report of all but three items
+
+
+def test_an_answer_to_another_question_is_not_kept(write, model, toy_dir, tmp_path):
+    """Past bug: a split whose folder had changed under equal ids kept its old answers."""
+    split = tmp_path / "split"
+    shutil.copytree(toy_dir, split)
+    path = write(splits={"toy": str(split)})
+    model(says("red"))
+    run(path)
+    before = outcomes(results_file(tmp_path))
+
+    # The first item has another gold answer, and the last one is gone.
+    rows = pq.read_table(split / "test.parquet").to_pylist()
+    first, last = (json.loads(rows[i]["extra_info"]) for i in (0, -1))
+    rows[0]["extra_info"] = json.dumps(first | {"answer": "violet"})
+    pq.write_table(pa.Table.from_pylist(rows[:-1]), split / "test.parquet")
+    engines = model(says("violet"))
+    run(path, "limit=3")
+    assert asked(engines) == 1 and len(outcomes(results_file(tmp_path))) == len(before)  # others may lie beyond the limit
+    engines = model(says("red"))
+    run(path)
+    assert asked(engines) == 0
+    now = outcomes(results_file(tmp_path))
+    assert before.keys() - now.keys() == {last["id"]}
+    assert now.pop(first["id"])[0] == "violet" and now.items() <= before.items()
 
 
 # ------------------------------------------------------------------------------------------------ what fails
