@@ -213,6 +213,7 @@ def train(
         run.log(step, measured)
 
         # Save.
+        run.refuse_broken_end(step, measured)
         run.save(step)
 
 

@@ -128,6 +128,7 @@ def train(cfg: SFTConfig, policy: Policy, batches: "Batches", held_out: "list[Mi
         run.log(step, measured)
 
         # Save.
+        run.refuse_broken_end(step, measured)
         run.save(step)
 
 

@@ -4,6 +4,7 @@
     for step in range(run.steps_done, cfg.steps):
         norm = optimizer_step(policy, run.optimizer, cfg.optim, step, cfg.steps)
         run.log(step, measured)                       # appends a line to RUN/metrics.jsonl
+        run.refuse_broken_end(step, measured)
         run.save(step)                                # RUN/state, and RUN/models if cfg.export_every is set
     run.export()                                      # RUN/model
 
@@ -30,7 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from runtime.checkpoints import export, load_state, save_state, weights_digest
-from runtime.config import refuse_below_1
+from runtime.config import ConfigError, refuse_below_1
 from runtime.dataset import DataConfig
 from runtime.distributed import gather, local_size, peak_memory, print0, rank, world_size
 from runtime.plan import GIB, Plan, PlanConfig, count, meta_policy
@@ -207,6 +208,16 @@ class Run:
         measured = measured | {"bad_steps": bad_steps, "peak_memory_gib": peak_memory(), "lr": lr}
         if rank() == 0:
             self.metrics.write(step, measured)
+
+    def refuse_broken_end(self, step: int, measured: dict[str, float]) -> None:
+        """Refuse a last step whose loss or gradient is not finite, before a state or a model is written. After an earlier such
+        step, the run can recover."""
+        loss, norm = measured["loss"], measured["grad_norm"]
+        if step + 1 == self.cfg.steps and not (math.isfinite(loss) and math.isfinite(norm)):
+            raise ConfigError(
+                f"the last step has the loss {loss:g} and a gradient of norm {norm:g}, so no state and no model are written: "
+                f"resume from the states in {self.folder}/state, or start again, with a lower optim.lr"
+            )
 
     def save(self, step: int) -> None:
         """Write a model every `export_every` steps, and a state every `save_every`."""

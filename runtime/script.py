@@ -6,8 +6,8 @@
     with open_run(cfg, SCRIPT) as (source, renderer): # in SCRIPT.main: check everything, and lock the run's folder
     source, renderer = open_checkpoint("Qwen/...")    # eval.py and study.ask open theirs in the same way
 
-An error that a user can fix, a full disk and Ctrl-C end a script with one sentence, any other error with a traceback. Under
-torchrun, each rank prints its own.
+An error that a user can fix, a full disk, Ctrl-C and SIGTERM end a script with one sentence, any other error with a traceback.
+Under torchrun, each rank prints its own.
 """
 
 import argparse
@@ -82,6 +82,7 @@ def run_script(work: Callable[[Any], int | None], cfg: Any) -> NoReturn:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)  # how a scheduler ends a job
     try:
         status = work(cfg)
     except SystemExit as ended:

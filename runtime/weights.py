@@ -70,8 +70,8 @@ def snapshot_folders(run: str | Path, source: Path, images: float = 0.0) -> Iter
     kill, they stay until the run resumes. All ranks call this while the run holds its lock. `images`: bytes of memory that the
     servers' images need in addition.
 
-    Both are the run's folder in memory, or RUN/snapshot if a node's memory has no room. On several nodes, snapshots are always in
-    RUN/snapshot."""
+    Both are the run's folder in memory, or RUN/snapshot if a node's memory has no room or cannot be written. On several nodes,
+    snapshots are always in RUN/snapshot."""
     memory = run_memory(Path(run))
     disk = Path(run).absolute() / "snapshot"  # absolute: servers can run in another directory
     one_node = local_size() == world_size()
@@ -87,11 +87,14 @@ def snapshot_folders(run: str | Path, source: Path, images: float = 0.0) -> Iter
             disk.mkdir()
         if local_rank() == 0:
             shutil.rmtree(memory, ignore_errors=True)
-            memory.mkdir(mode=0o700)
-            has_room = shutil.disk_usage(memory).free > needed
+            try:
+                memory.mkdir(mode=0o700)
+                has_room = shutil.disk_usage(memory).free > needed
+            except OSError:
+                has_room = False
             if not has_room:
                 print(
-                    f"{MEMORY} has no room for {needed / 1e9:.1f} GB of weights and images: they go through {disk}; "
+                    f"{MEMORY} takes no {needed / 1e9:.1f} GB of weights and images: they go through {disk}; "
                     f"killed runs may have left {MEMORY}/minparavt-*",
                     flush=True,
                 )

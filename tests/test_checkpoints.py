@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from scripts import Forked, finish
 from torch import nn
 
-from runtime import distributed
+from runtime import distributed, weights
 from runtime.checkpoints import export, load_policy, load_state, save_state, saved_step
 from runtime.config import ConfigError
 from runtime.distributed import gather, mean_over_ranks, rank, sum_over_ranks
@@ -304,10 +304,17 @@ def test_snapshots_lie_in_memory_where_two_have_room(path, tmp_path, monkeypatch
         assert set(folders) == {run_memory(tmp_path) if in_memory else tmp_path / "snapshot"}
         assert folders[0].is_dir()
     told = capsys.readouterr().out
-    assert ("has no room for " in told) is not in_memory
+    assert (f"{MEMORY} takes no " in told) is not in_memory
     assert (f"killed runs may have left {MEMORY}/minparavt-*\n" in told) is not in_memory
     assert not run_memory(tmp_path).exists()
     assert not (tmp_path / "snapshot").exists()
+
+
+def test_snapshots_lie_in_the_run_if_memory_cannot_be_written(path, tmp_path, monkeypatch):
+    """Past bug: the run ended with a traceback."""
+    monkeypatch.setattr(weights, "MEMORY", tmp_path / "not there")
+    with snapshot_folders(tmp_path, path) as folders:
+        assert set(folders) == {tmp_path / "snapshot"}
 
 
 # ------------------------------------------------------------------------------------------------ ranks

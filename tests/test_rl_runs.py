@@ -111,13 +111,29 @@ def test_a_published_qwen25_vl_trains_and_its_result_trains_on(checkpoint, toy_d
 
 
 def test_an_update_that_is_not_finite_is_skipped_and_shown(scripted, toy_dir, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("runtime.run.clip_gradients", lambda *_: math.nan)
-    [line] = train(tmp_path / "run.yaml", toy_dir, steps=1)
-    assert line["bad_steps"] == 1
+    norms = iter([math.nan, 1.0])
+    monkeypatch.setattr("runtime.run.clip_gradients", lambda *_: next(norms))
+    lines = train(tmp_path / "run.yaml", toy_dir, steps=2, export_every=1)
+    assert [line["bad_steps"] for line in lines] == [1, 0]
     assert " bad_steps 1" in capsys.readouterr().out
     before = load_file(toy_dir / "model" / "model.safetensors")
-    after = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    after = load_file(tmp_path / "run" / "models" / "step-000001" / "model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_a_run_whose_last_update_is_not_finite_keeps_its_earlier_states_and_has_no_result(
+    scripted, toy_dir, tmp_path, monkeypatch
+):
+    """Past bug: `optim.lr=1e30` ended with "done" and a model of weights of 9e29."""
+    with monkeypatch.context() as patched:
+        norms = iter([1.0, math.nan])
+        patched.setattr("runtime.run.clip_gradients", lambda *_: next(norms))
+        with pytest.raises(config.ConfigError, match="last step.* norm nan"):
+            train(tmp_path / "run.yaml", toy_dir, steps=2, save_every=1)
+    assert [state.name for state in (tmp_path / "run" / "state").iterdir()] == ["step-00000001"]
+    assert not (tmp_path / "run" / "model").exists()
+    rl.main(config.load(RLConfig, tmp_path / "run.yaml", ["optim.lr=1e-9"]))
+    assert (tmp_path / "run" / "model").exists()
 
 
 def test_a_run_does_not_go_on_from_a_checkpoint_that_was_made_anew(scripted, toy_dir, tmp_path):
