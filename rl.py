@@ -272,7 +272,8 @@ class Sampler:
 
         context = AgentContext(self.engine, self.renderer, self.videos, cfg.rollout, stopped=self.stopped)
         tasks = [draw.item for draw in draws]
-        groups = rollout(context, tasks, ks, cfg.grpo.group_size, cfg.seed, step)
+        copies = [draw.copy for draw in draws]
+        groups = rollout(context, tasks, ks, cfg.grpo.group_size, cfg.seed, step, copies)
 
         # If a prompt cannot be rendered, its row is a bad row.
         for draw, group in zip(draws, groups):

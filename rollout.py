@@ -364,11 +364,19 @@ def ask_subagent(context: AgentContext, clip: ClipForSubagent, seed: int) -> tup
 
 
 def rollout(
-    context: AgentContext, tasks: Sequence[Task], ks: Sequence[int], group_size: int, seed: int = 0, step: int = 0
+    context: AgentContext,
+    tasks: Sequence[Task],
+    ks: Sequence[int],
+    group_size: int,
+    seed: int = 0,
+    step: int = 0,
+    copies: Sequence[int] = (),
 ) -> list[Group]:
     """Run G episodes per task, at most `concurrency` at once. With the model in this process, the same seed and step give the
-    same tokens. (SGLang ignores seeds without --enable-deterministic-inference.)"""
+    same tokens. (SGLang ignores seeds without --enable-deterministic-inference.) `copies`: how many times each task has come
+    before in this step. Its episodes are numbered on, so that they differ from those of its first group."""
     groups = [Group(task, k, []) for task, k in zip(tasks, ks, strict=True)]
+    copies = copies or [0] * len(groups)
     preparing = ThreadPoolExecutor(8, "prompt")
     jobs = {}
     try:
@@ -376,7 +384,7 @@ def rollout(
             # Render the group's prompt once, ahead of its episodes.
             prompt = preparing.submit(prepare_prompt, context, group)
             for g in range(group_size):
-                episode_seed = derive_seed(seed, step, group.task.id, g)
+                episode_seed = derive_seed(seed, step, group.task.id, copies[i] * group_size + g)
                 jobs[i, g] = functools.partial(run_one, context, group, prompt, episode_seed)
         episodes = run_all(context.engine, jobs, context.cfg.concurrency)
     except BaseException:

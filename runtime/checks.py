@@ -62,7 +62,9 @@ MAY_GROW = {"splits", "frames", "arms", "limit"}
 
 
 def require_writable(run: str) -> None:
-    """Refuse a run folder that cannot be written."""
+    """Refuse a run folder that cannot be written, or whose name a shell would have expanded."""
+    if run.startswith("~") or "$" in run:
+        raise ConfigError(f"run = {run!r}: write the whole path, because nothing expands ~ and $ in it")
     path = Path(run).absolute()
     there = next(folder for folder in (path, *path.parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):

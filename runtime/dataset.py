@@ -136,6 +136,7 @@ class Draw(NamedTuple):
     epoch: int
     loss_weight: float  # of its source
     origin: str  # the row's name, file:row, by which it is rejected
+    copy: int  # how many times the row stands earlier in the batch of all ranks
 
 
 class Dataset:
@@ -171,17 +172,20 @@ class Dataset:
     def batch(self, step: int, size: int, rank: int = 0, world: int = 1) -> list[Draw]:
         """Return this rank's share of a step's batch. It is shorter if rows are bad."""
         draws = []
+        copies = Counter()  # the row's name -> how many times it has been drawn, by all ranks
         drawn = max(self.total, (step + 1) * size)  # by all ranks, at least one epoch; each later one is dealt out anew
         self._rows_in_share = min(self.total, drawn // world)
-        for i in range(rank, size, world):
+        for i in range(size):
             source, rows, row, epoch = self._row(step * size + i)
             origin = f"{self._names[rows.path]}:{row}"
-            if origin in self.bad:
+            copy = copies[origin]
+            copies[origin] += 1
+            if i % world != rank or origin in self.bad:
                 continue
             root = Path(self.cfg.video_root or rows.path.parent)
             try:
                 with row_errors():
-                    draws.append(Draw(self._parse(rows[row], origin, root), epoch, source.loss_weight, origin))
+                    draws.append(Draw(self._parse(rows[row], origin, root), epoch, source.loss_weight, origin, copy))
             except RowError as error:
                 self.reject(origin, str(error))
         return draws

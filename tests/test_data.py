@@ -462,6 +462,16 @@ def test_a_batch_depends_on_the_step_and_not_on_the_ranks_or_the_past(mixture):
     assert steps[0] != numbers(Dataset(DataConfig(mixture.sources, seed=4), number), 0, size=12)
 
 
+def test_the_copies_of_a_row_in_a_batch_are_counted_over_all_ranks(mixture):
+    """Past bug: a row that stood twice in a batch was sampled twice with the same seeds."""
+    copies = collections.defaultdict(list)
+    for rank in range(3):
+        for draw in Dataset(mixture, number).batch(0, 70, rank, 3):
+            copies[draw.item.n].append(draw.copy)
+    assert all(sorted(copies[i]) == [0, 1] for i in range(30))
+    assert [counts for n, counts in copies.items() if n >= 100] == [[0]] * 10
+
+
 def test_the_first_sources_are_read_once_before_the_mixture(mixture, tmp_path):
     """This is a curriculum. It delays the mixture and changes nothing else."""
     opening = Source(write_jsonl(tmp_path / "c.jsonl", [{"n": 200 + i} for i in range(10)]), first=True)

@@ -326,7 +326,9 @@ def test_an_answer_to_another_question_is_not_kept(write, model, toy_dir, tmp_pa
     pq.write_table(pa.Table.from_pylist(rows[:-1]), split / "test.parquet")
     engines = model(says("violet"))
     run(path, "limit=3")
-    assert asked(engines) == 1 and len(outcomes(results_file(tmp_path))) == len(before)  # others may lie beyond the limit
+    assert asked(engines) == 1 and len(outcomes(results_file(tmp_path))) == len(
+        before
+    )  # others may lie beyond the limit
     engines = model(says("red"))
     run(path)
     assert asked(engines) == 0

@@ -99,6 +99,8 @@ MISTAKES = [  # the page has more
     # RL
     ("greedy sampling", f"{RL} rollout.temperature=0", "all episodes of a group would be the same; set it above 0"),
     ("a file as run", f"{SFT} run=notes.txt/run", "notes.txt is not a writable folder; choose another `run`"),
+    ("a home folder as run", f"{SFT} run=~/run", "run = '~/run': write the whole path, because nothing expands ~ and $ in it"),
+    ("a variable as run", f"{EVAL} run=$HOME/run", "run = '$HOME/run': write the whole path"),
     ("an evaluation's way of reading answers", f"{RL} reward.untagged_answer=prose", "untagged_answer = 'prose' is for evaluation"),
     ("a judge without an address", f"{RL} reward.open_answer=judge", "open_answer = 'judge' needs judge.url and judge.model"),
     # evaluation, report, asking

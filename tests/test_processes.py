@@ -8,7 +8,6 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-import pytest
 from scripts import REPO, Forked, alive, finish, wait_for
 
 from runtime import weights

@@ -222,10 +222,10 @@ def test_a_sampler_that_fails_ends_the_run_when_its_batch_is_due_and_spoils_no_e
 ):
     """Past bug: from then on, no agent of an evaluation sampled a turn."""
 
-    def rollout(context, tasks, ks, group_size, seed=0, step=0):
+    def rollout(context, tasks, ks, group_size, seed=0, step=0, copies=()):
         if step == 2:
             context = replace(context, engine=Scripted(context.renderer, lambda prompt, seed: 1 / 0))
-        return plain_rollout(context, tasks, ks, group_size, seed, step)
+        return plain_rollout(context, tasks, ks, group_size, seed, step, copies)
 
     plain_rollout = rl.rollout
     monkeypatch.setattr(rl, "rollout", rollout)

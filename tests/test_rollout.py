@@ -15,7 +15,7 @@ from tiny import CONTRACT
 
 import rollout
 from episode import Episode, Task, dump
-from rollout import NO_CALLS_LEFT, RolloutConfig, SubagentConfig, overview, render_prompt
+from rollout import NO_CALLS_LEFT, AgentContext, RolloutConfig, SubagentConfig, overview, render_prompt
 from runtime import dataset
 from runtime.engine import EngineError
 from runtime.render import IMAGE_PAD
@@ -138,6 +138,15 @@ def test_each_request_has_a_seed_of_its_own_and_the_settings_of_its_agent(render
 
 
 # ---- 2: all calls of a turn, one answer turn
+
+
+def test_a_task_that_comes_twice_in_a_step_is_sampled_with_other_seeds(renderer):
+    engine = Scripted(renderer, turns("y</think>" + END))
+    context = AgentContext(engine, renderer, MemoryVideos(), RolloutConfig(max_context=100_000))
+    first, second = rollout.rollout(context, [TASK, TASK], [4, 4], 3, copies=[0, 1])
+    assert len({episode.seed for group in (first, second) for episode in group.episodes}) == 6
+    [alone] = rollout.rollout(context, [TASK], [4], 6)
+    assert [episode.seed for episode in alone.episodes[:3]] == [episode.seed for episode in first.episodes]
 
 
 def test_every_call_is_answered_in_call_order_or_told_over_the_limit(renderer):
