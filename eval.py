@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tqdm import tqdm
 
 from episode import Episode, dump
 from evals import tables
@@ -50,7 +49,15 @@ from runtime.policy import MODELS
 from runtime.prompts import Prompts
 from runtime.render import Renderer
 from runtime.run import save_run, write_whole
-from runtime.script import command_line, note_not_looked_up, only_run_in, open_checkpoint, passed, run_script
+from runtime.script import (
+    command_line,
+    note_not_looked_up,
+    only_run_in,
+    open_checkpoint,
+    passed,
+    progress_bar,
+    run_script,
+)
 from runtime.video import Videos
 from runtime.visual import VisualContract, read_json
 
@@ -240,7 +247,7 @@ def run_job(job: Job, context: AgentContext, cfg: EvalConfig) -> None:
     judge = Judge(cfg.grading.judge)
     episodes = Path(cfg.run) / "episodes" / job.path.name
     writing = threading.Lock()
-    bar = tqdm(total=len(items), desc=f"{job.split} K={job.k} {job.arm}", unit="item")
+    bar = progress_bar(total=len(items), desc=f"{job.split} K={job.k} {job.arm}", unit="item")
     with job.path.open("a", encoding="utf-8") as file, bar:
 
         def ask(item: Item) -> None:

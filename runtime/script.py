@@ -113,6 +113,13 @@ def end_process(status: int | str | None) -> NoReturn:
     os._exit(status or 0)
 
 
+def progress_bar(*iterable, **options) -> tqdm:
+    """Return a progress bar. Where it is no terminal, it writes a line a minute."""
+    if not sys.stderr.isatty():
+        options |= {"mininterval": 60.0, "maxinterval": 60.0}
+    return tqdm(*iterable, **options)
+
+
 # ------------------------------------------------------------------------------------------------ what a script works on
 
 
@@ -246,7 +253,7 @@ def read_all_rows(cfg: RunConfig, script: Script) -> int:
         encode = partial(script.count_tokens, cfg=cfg, renderer=renderer, videos=videos)
         for rows, root in files:
             read = partial(read_row, rows=rows, root=Path(root or rows.path.parent), parse=script.parse, encode=encode)
-            results = list(tqdm(readers.map(read, range(len(rows))), total=len(rows), unit="row"))
+            results = list(progress_bar(readers.map(read, range(len(rows))), total=len(rows), unit="row"))
             lengths = [tokens for tokens, _ in results]
             bad = [f"  row {i}: {reason}" for i, (_, reason) in enumerate(results) if reason]
             longest = max(lengths, default=0)

@@ -1,13 +1,14 @@
 """ask.py: watch one agent at work.
 
     python -m study.ask --model M --video v.mp4 "What is written on the door?" [--k 64] [--url http://...]
-    python -m study.ask ... --call '{"name": "crop_video", "arguments": {...}}'     # begin with this call
+    python -m study.ask ... --call '{"name": "crop_video", "arguments": {...}}'     # begin with this call; a list: with several
 
 It prints the agent's thoughts turn by turn, its parallel calls on a timeline, and their reports.
 """
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import sys
@@ -45,6 +46,8 @@ def main() -> int:
     expandable_segments()
     try:
         with Videos(workers=2) as videos:
+            for path in args.video:
+                videos.info(path)  # refuse a bad file before the weights are loaded
             context = open_context(args.model, args.prompts, videos, cfg)
             with contextlib.closing(context.engine):
                 return run_ask(args, context)
@@ -59,7 +62,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--video", required=True, action="append", help="a video; give it again for more")
     parser.add_argument("--k", type=int, help="overview frames (default: the checkpoint's contract)")
     parser.add_argument("--tool", action="append", choices=TOOLS, help="default: crop_video")
-    parser.add_argument("--call", metavar="JSON", help="the model's first turn: one call, to see a tool at work")
+    parser.add_argument("--call", metavar="JSON", help="the model's first turn: a call, or a list of calls")
     parser.add_argument("--url", action="append", default=[], help="an SGLang server that runs this checkpoint")
     parser.add_argument("--prompts", type=Path, help="YAML with texts in place of the checkpoint's")
     parser.add_argument("--max-new-tokens", type=int, default=2048, help="per turn")
@@ -84,7 +87,8 @@ def open_context(model: str, prompts: Path | None, videos: Videos, cfg: RolloutC
 def run_ask(args: argparse.Namespace, context: AgentContext) -> int:
     """Show one episode while it runs. Write it to --trace if given."""
     if args.call:
-        said = f"I look.\n</think>\n<tool_call>\n{args.call}\n</tool_call>"
+        blocks = [f"\n<tool_call>\n{call}\n</tool_call>" for call in calls_in(args.call)]
+        said = "I look.\n</think>" + "".join(blocks)
         ids = [*context.renderer.encode(said), context.renderer.end_of_turn]
         context = replace(context, engine=FirstTurn(context.engine, ids))
     screen = Screen(context.videos.info(args.video[0]).duration)
@@ -97,6 +101,15 @@ def run_ask(args: argparse.Namespace, context: AgentContext) -> int:
         with args.trace.open("w", encoding="utf-8") as file:
             dump(episode, file, context.renderer.readable)
     return int(bool(episode.error_kind))
+
+
+def calls_in(text: str) -> list[str]:
+    """Return the calls of a JSON list. Any other text is one call, right or wrong."""
+    with contextlib.suppress(ValueError):
+        calls = json.loads(text)
+        if isinstance(calls, list):
+            return [json.dumps(call) for call in calls]
+    return [text]
 
 
 class Screen:

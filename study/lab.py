@@ -8,6 +8,7 @@ The text is printed with its structural characters in brackets: [c].
 
 import argparse
 import re
+import signal
 import sys
 from dataclasses import replace
 
@@ -71,6 +72,7 @@ def task_of(answer: str) -> Task:
 
 
 def main() -> None:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process quietly
     parser = argparse.ArgumentParser("python -m study.lab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("turns", nargs="+", metavar="TEXT", help="the assistant's text, one argument per turn")
     parser.add_argument("--answer", required=True, help="the gold answer")

@@ -35,7 +35,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from tqdm import tqdm
 from transformers import (
     GenerationConfig,
     PreTrainedModel,
@@ -46,6 +45,7 @@ from transformers import (
 
 from runtime.prompts import SUBAGENT_REQUEST, subagent_system_prompt, system_prompt
 from runtime.render import CHAT_TEMPLATE, TEMPLATE_TAGS
+from runtime.script import progress_bar
 from runtime.video import uniform_indices, window_indices
 from runtime.visual import VisualContract
 from tools import TOOLS
@@ -368,7 +368,7 @@ def build_toy(root: Path, seed: int = 0, sizes: dict[str, int] = SIZES) -> None:
     flashes = [flash for split in splits.values() for flash in split]
     with ThreadPoolExecutor(2) as pool:
         written = pool.map(lambda flash: write_video(root / "videos" / flash.name, flash), flashes)
-        list(tqdm(written, total=len(flashes), desc="videos", unit="file"))
+        list(progress_bar(written, total=len(flashes), desc="videos", unit="file"))
 
     rng = random.Random(f"rows {seed}")
     train = splits["train"]

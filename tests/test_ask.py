@@ -53,6 +53,7 @@ def test_the_trace_is_the_episode_and_finds_its_videos_from_any_folder(run, tmp_
 
 def test_a_bug_of_ours_is_not_one_line(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["ask.py", "What?", "--model", "model", "--video", "v.mp4"])
+    monkeypatch.setattr(ask.Videos, "info", lambda *_: None)
     monkeypatch.setattr(ask, "open_context", lambda *_: int("bug"))
     with pytest.raises(ValueError, match="bug"):
         ask.main()
@@ -72,6 +73,20 @@ def test_a_given_call_is_the_first_turn_of_any_model(run, tmp_path):
     run(call=json.dumps({"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}))
     [episode] = load_episodes(tmp_path / "t.json")
     assert episode.calls[0].window == (1, 2)
+
+
+def test_calls_in_a_list_are_made_in_one_turn(run, tmp_path):
+    looks = [{"name": "crop_video", "arguments": {"start_time": i, "end_time": i + 1}} for i in range(2)]
+    run(call=json.dumps(looks))
+    [episode] = load_episodes(tmp_path / "t.json")
+    assert [(call.turn, call.window) for call in episode.calls[:2]] == [(0, (0, 1)), (0, (1, 2))]
+
+
+def test_a_video_is_opened_before_the_weights_are_loaded(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ask.py", "What?", "--model", "model", "--video", "gone.mp4"])
+    monkeypatch.setattr(ask, "open_context", lambda *_: int("loads the weights"))
+    with pytest.raises(SystemExit, match="gone.mp4: cannot be opened"):
+        ask.main()
 
 
 def test_a_k_without_frames_is_refused(monkeypatch, capsys):

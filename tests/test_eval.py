@@ -593,13 +593,15 @@ def test_results_that_make_no_table_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_table_that_nobody_reads_to_its_end_stops_in_silence(tmp_path):
+@pytest.mark.parametrize("command", [[str(REPO / "eval.py"), "table", "."], ["-m", "study.lab", "B", "--answer", "B"]])
+def test_output_that_nobody_reads_to_its_end_stops_in_silence(tmp_path, command):
     """Past bug: `python eval.py table RUN | head` ended with a BrokenPipeError."""
     write_results(tmp_path, "lvbench", lines("1"))
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "eval.py", "table", str(tmp_path)]
-    ended = subprocess.run(command, cwd=REPO, stdout=writer, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, *command]
+    environment = os.environ | {"PYTHONPATH": str(REPO)}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert ended.stderr == ""
 

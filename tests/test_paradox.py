@@ -96,6 +96,19 @@ def test_a_job_that_fails_ends_the_study_and_the_next_one_tries_it_again(tmp_pat
     assert (tmp_path / "order").read_text() == "aAb"
 
 
+@pytest.mark.parametrize(
+    "line, shown",
+    [
+        ("rl step 9/60 R 1 R_acc 0.9 f 0.5 well_formed 0.4 kappa 1 loss 0 entropy 0 seconds 2", "rl step 9/60 R_acc 0.9 f 0.5 well_formed 0.4 kappa 1 loss 0"),
+        ("toy K=4 parallel:   2%|▏         | 1/64 [00:01<01:39,  1.57s/item]",) * 2,
+        ("",) * 2,
+    ],
+)  # fmt: skip
+def test_the_progress_of_a_training_is_its_step_and_its_main_figures(line, shown):
+    """Past bug: the console cut each line in the middle of a word."""
+    assert paradox.progress_in(line) == shown
+
+
 # ------------------------------------------------------------------------------------------------ figures and claims
 
 
@@ -154,7 +167,7 @@ def test_the_demo_requires_five_claims_or_more_and_only_those_that_hold_in_every
 
 
 @pytest.mark.parametrize("score, shown, status", [(1, True, 0), (1, False, 1), (0.75, True, 1)])
-def test_the_demo_fails_without_a_required_claim_or_an_episode_to_show(root, monkeypatch, score, shown, status):
+def test_the_demo_fails_without_a_required_claim_or_an_episode_to_show(root, monkeypatch, capsys, score, shown, status):
     """With a score of 0.75, PARA-GRPO answers no better than its start."""
     for name in ("sft-toy", "sft", "grpo", "paragrpo"):
         (root / "done" / f"seed0-{name}").touch()  # nothing is left to run
@@ -163,6 +176,10 @@ def test_the_demo_fails_without_a_required_claim_or_an_episode_to_show(root, mon
     monkeypatch.setattr(paradox, "draw_pictures", lambda *_: None)
     monkeypatch.setattr(paradox, "ask_paragrpo", lambda _: shown)
     assert paradox.demo(root) == status
+    told = capsys.readouterr().out
+    lost = re.findall(r"^Does not hold here: (.*) \(it holds in all runs", told, re.M)
+    assert lost == ["PARA-GRPO raises accuracy at K=4"] * (score < 1)
+    assert ("All 7 claims hold." in told) is (score == 1)
 
 
 def test_the_demo_asks_about_a_video_with_two_calls_and_a_right_answer(root, monkeypatch):
