@@ -30,7 +30,7 @@ from runtime.inprocess import InProcess, Request, _Batch, cut_into_batches, samp
 from runtime.open_engine import open_engine, start_servers
 from runtime.policy import matmul_fp32
 from runtime.processes import MEMORY
-from runtime.servers import MAX_FAILURES, Failure, Server, SGLang
+from runtime.servers import MAX_FAILURES, Failure, Server, SGLang, kill
 from runtime.video import Clip
 from runtime.visual import ContractError
 
@@ -584,6 +584,23 @@ def test_a_closed_client_lets_nobody_wait_and_ends_its_servers(serve, prompts):
     [server] = client.servers
     assert_close_frees_who_waits(client, request(*prompts[0]))
     assert not alive(server.process.pid)
+
+
+@pytest.mark.parametrize("at_urls", [False, True])
+def test_a_server_is_ready_for_weights_once_it_has_warmed_up(serve, renderer, prompts, tmp_path, at_urls):
+    """Past bug: it sampled a token while it warmed up, and the first push of weights killed it."""
+    if at_urls:
+        cfg = EngineConfig(server_gpus=(0,))
+        [server] = start_servers(cfg, None, lambda port: fake_server(renderer, port, "warms_up=3"))
+        wait_for(lambda: socket.socket().connect_ex(("127.0.0.1", urlsplit(server.url).port)) == 0)
+        client = open_engine("", renderer, EngineConfig(urls=(server.url,)))
+    else:
+        client = serve("warms_up=3")
+        [server] = client.servers
+    client.update_weights(tmp_path, 1)
+    assert client.generate(**request(*prompts[0])).version == 1
+    client.close()
+    kill(server)
 
 
 @pytest.mark.parametrize("fault, told", [("swap", "no such folder"), ("die_after=0", "exit code 1")])
