@@ -501,6 +501,25 @@ def test_only_servers_of_this_machine_may_be_named(serve):
         require_urls(["http://127.0.0.1:9"])
 
 
+def test_each_server_at_an_url_tells_which_model_it_serves(serve, tmp_path, capsys):
+    """A server of another run serves that run's last weights."""
+    client = serve("", "")
+    told = [f"  note    {url} says that it serves the/checkpoint\n" for url in client.urls]
+    capsys.readouterr()
+    require_servers(RolloutConfig(urls=tuple(client.urls)))
+    assert capsys.readouterr().out == "".join(told)
+    client.update_weights(tmp_path, 1)
+    require_servers(RolloutConfig(urls=tuple(client.urls[:1])))
+    assert capsys.readouterr().out == f"  note    {client.urls[0]} says that it serves {tmp_path}\n"
+
+
+@pytest.mark.parametrize("reply", [None, [], {}, {"model_path": None}], ids=str)
+def test_a_server_that_does_not_tell_its_model_may_be_used(monkeypatch, capsys, reply):
+    monkeypatch.setattr("runtime.checks.request_json", lambda url, seconds: reply)
+    require_urls(["http://127.0.0.1:9"])
+    assert not capsys.readouterr().out
+
+
 def test_urls_without_a_server_are_refused():
     with pytest.raises(ConfigError, match="no server answers at http://127.0.0.1:9; start it, or correct"):
         require_urls(["http://127.0.0.1:9"])
