@@ -86,7 +86,7 @@ def ask(api: Api, messages: list[dict], **settings) -> tuple[str, str]:
         refusal = choice["message"].get("refusal")
         if not isinstance(said, str | None):
             raise TypeError("its content is no text")
-    except (requests.RequestException, LookupError, TypeError) as error:
+    except (requests.RequestException, LookupError, TypeError, RecursionError) as error:
         problem = f"{error} {text}"
         if key:
             problem = problem.replace(key, "[the key]")

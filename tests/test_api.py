@@ -108,11 +108,11 @@ def test_a_busy_api_is_asked_again_and_one_that_refuses_is_not(endpoint, ask, pa
     assert "503" in ask(down, "direct")[0].error and (len(refuses.bodies), len(down.bodies)) == (1, 7)
 
 
-ODD = (b"", b"\xff", [], {"odd": 1}, {"choices": ["a"]}, says("stop", 5)[2])
+ODD = (b"", b"\xff", [], {"odd": 1}, {"choices": ["a"]}, says("stop", 5)[2], b"[" * 9999 + b"]" * 9999)
 
 
 def test_an_odd_reply_costs_one_episode_and_not_the_run(endpoint, ask, pauses):
-    """Past bug: a 200 with an empty body ended the evaluation or, through the judge, a training."""
+    """Past bugs: a 200 with an empty body, or with deep brackets, ended the evaluation or, through the judge, a training."""
     for body in ODD:
         odd = endpoint((200, {}, body))
         assert ask(odd, "direct")[0].error.startswith(f"EngineError: {odd.url}: ")
