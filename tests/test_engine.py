@@ -189,8 +189,9 @@ def test_new_weights_serve_every_later_sample_under_their_version(checkpoint, mo
     after = engine.generate(**row)
     assert (before.version, after.version, engine.version) == (0, 7, 7)
     assert after.ids == fresh.generate(**row).ids != before.ids
+    deeper = tiny.build(tmp_path / "deeper", 1, model.config.model_type, num_hidden_layers=5)
     with pytest.raises(EngineError, match="does not fit this model"):
-        engine.update_weights(tmp_path, 8)
+        engine.update_weights(deeper, 8)
     engine.close(), fresh.close()
 
 
