@@ -109,7 +109,7 @@ def read_config(path: Path) -> PreTrainedConfig:
         raise ConfigError(
             f"{path} is a {family!r} model; this code trains {' and '.join(MODELS)}: docs/add_a_base_model.md"
         )
-    return AutoConfig.from_pretrained(path)
+    return AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
 def weights_digest(folder: Path) -> str:

@@ -84,7 +84,7 @@ class InProcess(Engine):
         self.renderer, self.max_batch_tokens = renderer, max_batch_tokens
         attention = {"text_config": "packed_then_matmul", "vision_config": "sdpa"}
         self.model = AutoModelForImageTextToText.from_pretrained(
-            checkpoint, dtype=getattr(torch, dtype), attn_implementation=attention
+            checkpoint, dtype=getattr(torch, dtype), attn_implementation=attention, trust_remote_code=False
         )
         prepare_tower(self.model.model.visual)
         self.model.to(device).eval().requires_grad_(False)

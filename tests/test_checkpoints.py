@@ -34,6 +34,7 @@ from runtime.config import ConfigError
 from runtime.distributed import gather, mean_over_ranks, rank, sum_over_ranks
 from runtime.policy import PolicyConfig
 from runtime.processes import MEMORY
+from runtime.render import load_tokenizer
 from runtime.run import OptimConfig, make_optimizer
 from runtime.visual import VisualContract
 from runtime.weights import run_memory, snapshot_folders
@@ -359,6 +360,16 @@ def test_weights_without_a_place_in_the_model_are_told(tmp_path, capsys, part, c
     load_policy(PolicyConfig(str(folder)), train=False)
     told = f"  note    {folder} has {lost} weights that its config.json has no place for: "
     assert capsys.readouterr().out.startswith(told)
+
+
+def test_no_checkpoint_asks_to_run_its_own_code(checkpoint, tmp_path, monkeypatch):
+    """Past bug: an evaluation of another family waited for an answer to "run the custom code? [y/N]"."""
+    folder = shutil.copytree(checkpoint, tmp_path / "own")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "foo_vl", "auto_map": {"AutoConfig": "code.Config"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))
+    assert load_tokenizer(folder).get_vocab()
 
 
 @pytest.mark.parametrize("free, images, in_memory", [(1.5, 0, False), (2.5, 0, True), (2.5, 1, False)])
