@@ -132,7 +132,8 @@ def test_a_dry_run_shows_memory_then_its_checks_and_ends_at_the_first_fault(desk
     status, told = typed(f"{RL} run=run --dry-run")
     lines = told.splitlines()
     assert not status
-    assert lines[0] == "training and engine on one GPU"
+    assert lines[0] == "  note    there is no GPU here: planned for plan.gpus = 1, plan.gpu_gib = 80"
+    assert lines[1] == "training and engine on one GPU"
     assert re.fullmatch(r"  sum +\d+\.\d GiB of 80", lines[-4])
     assert lines[-3] == "  ok      run: run"
     assert re.fullmatch(r"  ok      data: \d+ rows", lines[-2])
