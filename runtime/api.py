@@ -53,7 +53,7 @@ class Api:
 
 
 class Refusal(EngineError):
-    """The model or a filter refused. The text is the reason."""
+    """The model or a filter gave no answer. The text is the reason."""
 
 
 def require_api(api: Api) -> None:
@@ -86,14 +86,17 @@ def ask(api: Api, messages: list[dict], **settings) -> tuple[str, str]:
         refusal = choice["message"].get("refusal")
         if not isinstance(said, str | None):
             raise TypeError("its content is no text")
-    except (requests.RequestException, LookupError, TypeError) as error:
+    except (requests.RequestException, LookupError, TypeError, RecursionError) as error:
         problem = f"{error} {text}"
         if key:
             problem = problem.replace(key, "[the key]")
         raise EngineError(f"{api.url}: {problem[:300]}") from None
-    if said is None and finish != "length":  # at the limit, thinking used up the tokens
+    said = said or ""
+    if finish == "length":  # the text may be empty: thinking used up the tokens
+        return said, "length"
+    if finish != "stop" or not said.strip():
         raise Refusal(refusal or f"no answer, finish_reason {finish}")
-    return said or "", "length" if finish == "length" else "stop"
+    return said, "stop"
 
 
 def key_of(api: Api) -> str:

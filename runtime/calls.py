@@ -11,10 +11,12 @@ import ast
 import json
 import re
 import threading
+from typing import Any
 
 from episode import Call
 
 MAX_CALL_CHARS = 4096  # a typical call has 100; a longer one is unparseable
+MAX_DEPTH = 16  # levels of {} and []; a typical call has 2. Where Python itself gives up depends on the thread's stack
 _TAG = re.compile(r"<(/?)(tool_call|tool_code)>")
 _END_OF_TURN = re.compile(r"<\|\w+\|>\Z")
 POSITIONAL = ("video_path", "start_time", "end_time")  # the arguments of a call in <tool_code> that writes no names
@@ -61,7 +63,22 @@ def _read_json(body: str, turn: int) -> Call:
         return _unparseable(turn)
     if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
         return _unparseable(turn)
-    return Call(turn, call["name"], arguments)
+    return _make_call(turn, call | {"arguments": arguments})
+
+
+def _make_call(turn: int, written: dict[str, Any]) -> Call:
+    """Return the call, which is unparseable if it is nested too deep."""
+    if _is_deeper(written, MAX_DEPTH):
+        return _unparseable(turn)
+    return Call(turn, written["name"], written["arguments"])
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Return whether lists and dicts are nested more than so many levels deep."""
+    if not isinstance(value, list | dict):
+        return False
+    parts = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(part, levels - 1) for part in parts)
 
 
 # CPython's parser counts its depth per interpreter, not per thread, so two at once can raise a SystemError.
@@ -104,6 +121,7 @@ def _read_statement(statement: ast.stmt, turn: int) -> Call:
             return _unparseable(turn)
     try:
         arguments = {key: ast.literal_eval(value) for key, value in written.items()}
-        return Call(turn, name, json.loads(json.dumps(arguments)))  # the same types as from JSON
+        arguments = json.loads(json.dumps(arguments))  # the same types as from JSON
     except NO_LITERALS:
         return _unparseable(turn)
+    return _make_call(turn, {"name": name, "arguments": arguments})

@@ -18,13 +18,14 @@ loses nothing that was complete before. All ranks load, export and save together
 Deliberately missing: saving on SIGTERM (torchrun kills after 30 s, an 8B state takes longer), asynchronous saving.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
 import math
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from runtime.config import ConfigError
-from runtime.distributed import barrier, gather, gloo, local_size, own_device, rank, world_size
+from runtime.distributed import barrier, gather, gloo, local_size, own_device, print0, rank, world_size
 from runtime.policy import MODELS, Policy, PolicyConfig, build_on_meta, dtype_of, pick_kernel
 from runtime.render import write_chat_template
 from runtime.visual import VisualContract, read_json
@@ -66,11 +67,31 @@ def find_checkpoint(name: str | Path, weights: bool = True) -> Path:
             raise FileNotFoundError(f"{name}: neither a folder nor a model on the hub: {error}") from None
     if not (folder / "config.json").exists():
         raise ConfigError(f"{folder} has no config.json: it is no checkpoint; a training leaves its own in RUN/model")
-    index = read_json(folder / "model.safetensors.index.json") or {"weight_map": {}}
-    missing = sorted(name for name in set(index["weight_map"].values()) if not (folder / name).exists())
-    if weights and missing:
-        raise ConfigError(f"{folder} lacks {', '.join(missing)}, which its index names: copy or download it again")
+    if weights:
+        require_weight_files(folder)
     return folder
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """List a checkpoint's weight files: those that its index names, or else model.safetensors. Other files, such as
+    consolidated.safetensors, are not read."""
+    index = read_json(folder / "model.safetensors.index.json") or {"weight_map": {}}
+    names = set(index["weight_map"].values()) or {"model.safetensors"}
+    return [folder / name for name in sorted(names)]
+
+
+def require_weight_files(folder: Path) -> None:
+    """Refuse a checkpoint that lacks a weight file, or has model.safetensors beside an index of other files: transformers
+    would read the one, and SGLang the others."""
+    files = weight_files(folder)
+    whole = folder / "model.safetensors"
+    if whole.exists() and whole not in files:
+        raise ConfigError(f"{folder} has {whole.name} and an index of other files: delete one of the two")
+    if files == [whole] and not whole.exists():
+        raise ConfigError(f"{folder} lacks all weights: it has no {whole.name} and no index; copy or download them")
+    missing = [file.name for file in files if not file.exists()]
+    if missing:
+        raise ConfigError(f"{folder} lacks {', '.join(missing)}, which its index names: copy or download it again")
 
 
 def on_the_hub(name: str | Path) -> bool:
@@ -79,13 +100,16 @@ def on_the_hub(name: str | Path) -> bool:
 
 
 def read_config(path: Path) -> PreTrainedConfig:
-    """Read a checkpoint's config.json. Refuse other model families, also those that transformers does not know."""
-    family = (read_json(path / "config.json") or {}).get("model_type")
+    """Read a checkpoint's config.json. Refuse quantized models and other families, also those that transformers does not know."""
+    config = read_json(path / "config.json") or {}
+    if config.get("quantization_config"):
+        raise ConfigError(f"{path} is quantized (quantization_config in config.json): take its bf16 checkpoint")
+    family = config.get("model_type")
     if family not in MODELS:
         raise ConfigError(
             f"{path} is a {family!r} model; this code trains {' and '.join(MODELS)}: docs/add_a_base_model.md"
         )
-    return AutoConfig.from_pretrained(path)
+    return AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
 def weights_digest(folder: Path) -> str:
@@ -93,7 +117,8 @@ def weights_digest(folder: Path) -> str:
     are hashed whole. Training changes weights everywhere; a change that lies between the blocks goes unnoticed."""
     block = 4096
     whole = hashlib.sha256()
-    for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".jinja", ".txt", ".safetensors")):
+    weights = weight_files(folder)
+    for path in sorted(p for p in folder.iterdir() if p.suffix in (".json", ".jinja", ".txt") or p in weights):
         size = path.stat().st_size
         whole.update(f"{path.name}/{size}/".encode())
         with path.open("rb") as file:
@@ -150,10 +175,8 @@ def load_policy(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: boo
     for name, buffer in list(rotary.named_buffers()):  # one buffer; from transformers 5.24 on, two equal ones
         angles = torch.arange(len(buffer), dtype=torch.float32)
         setattr(rotary, name, (1 / 10_000 ** (angles / len(angles))).to(device))
-    try:
-        _read_weights(policy.model, path)
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{path}: its weights cannot be read: {error}") from None
+    refuse_quantized(path)
+    _read_weights(policy.model, path)
     refuse_not_finite(dict(policy.model.named_parameters()), str(path))
     return policy
 
@@ -176,15 +199,37 @@ def shard(policy: Policy, blocks: Sequence[nn.Module], dtype: torch.dtype, devic
         unit.set_force_sum_reduction_for_comms(True)
 
 
+@contextlib.contextmanager
+def open_weights(file: Path) -> Iterator[Any]:
+    """Open a safetensors file, which reads only its header. Refuse one that cannot be read."""
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file.parent}: its weights cannot be read: {error}") from None
+
+
+def refuse_quantized(folder: Path) -> None:
+    """Refuse weights that are stored as integers or 8-bit floats: nothing here reads their scales."""
+    for file in weight_files(folder):
+        with open_weights(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                dtype = tensors.get_slice(name).get_dtype()
+                if dtype not in ("BF16", "F16", "F32", "F64"):
+                    raise ConfigError(f"{file} is quantized ({name} is {dtype}): take its bf16 checkpoint")
+
+
 def _read_weights(model: nn.Module, path: Path) -> None:
     """Fill every parameter from the safetensors files. If it is sharded, read only this rank's rows."""
     ours = {published: name for name, published in published_names(model).items()}
     missing = dict(model.named_parameters())  # a tied head is listed once
-    for file in sorted(path.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
+    surplus = []
+    for file in weight_files(path):
+        with open_weights(file) as tensors:
             for stored_name in tensors.keys():  # noqa: SIM118
                 name = ours.get(stored_name, stored_name)
                 if name not in missing:
+                    surplus.append(stored_name)
                     continue
                 parameter = missing.pop(name).detach()
                 stored = tensors.get_slice(stored_name)
@@ -195,6 +240,8 @@ def _read_weights(model: nn.Module, path: Path) -> None:
                     own.copy_(stored[start : start + len(own)])
     if missing:
         raise ConfigError(f"{path} lacks {len(missing)} weights: {', '.join(sorted(missing)[:3])} ...")
+    if surplus:
+        print0(f"  note    {path} has {len(surplus)} weights that its config.json has no place for: {surplus[0]} ...")
 
 
 def _own_rows(parameter: Tensor) -> tuple[Tensor, int]:

@@ -234,14 +234,16 @@ def require_gpus(cfg: EngineConfig, ranks: int) -> None:
 
 
 def require_urls(urls: Sequence[str]) -> None:
-    """Refuse URLs of other machines, and those where no server answers."""
+    """Refuse URLs of other machines, and those where no server answers. Tell which model each server says that it serves."""
     for url in urls:
         if not on_this_machine(urlsplit(url).hostname):
             raise ConfigError(f"{url} is not on this machine, whose files servers read; start a server here")
         try:
-            request_json(url.rstrip("/") + "/model_info", 10.0)
+            info = request_json(url.rstrip("/") + "/model_info", 10.0)
         except (requests.RequestException, EngineError) as error:
             raise ConfigError(f"no server answers at {url}; start it, or correct http://HOST:PORT: {error}") from None
+        if isinstance(info, dict) and info.get("model_path"):
+            print0(f"  note    {url} says that it serves {info['model_path']}")
 
 
 def on_this_machine(host: str | None) -> bool:

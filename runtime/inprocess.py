@@ -32,7 +32,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForImageTextToText, Cache, DynamicLayer
 
-from runtime.checkpoints import published_names
+from runtime.checkpoints import published_names, weight_files
 from runtime.engine import Engine, EngineError, Sample
 from runtime.packing import Bundle, pack_bundles
 from runtime.policy import KeyLayout, encode_frames, matmul_fp32, pick_kernel, prepare_tower, run_text_model
@@ -84,7 +84,7 @@ class InProcess(Engine):
         self.renderer, self.max_batch_tokens = renderer, max_batch_tokens
         attention = {"text_config": "packed_then_matmul", "vision_config": "sdpa"}
         self.model = AutoModelForImageTextToText.from_pretrained(
-            checkpoint, dtype=getattr(torch, dtype), attn_implementation=attention
+            checkpoint, dtype=getattr(torch, dtype), attn_implementation=attention, trust_remote_code=False
         )
         prepare_tower(self.model.model.visual)
         self.model.to(device).eval().requires_grad_(False)
@@ -117,7 +117,7 @@ class InProcess(Engine):
 
     def update_weights(self, path: str | Path, version: int, push: bool = True) -> None:
         stored = {}
-        for file in Path(path).glob("*.safetensors"):
+        for file in weight_files(Path(path)):
             stored |= load_file(file)
         names = published_names(self.model)  # a tied head is listed once
         if stored.keys() != set(names.values()):

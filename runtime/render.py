@@ -40,7 +40,7 @@ CHAT_TEMPLATE = Path(__file__).with_name("chat.jinja").read_text(encoding="utf-8
 
 
 def load_tokenizer(checkpoint: str | Path):
-    return AutoTokenizer.from_pretrained(str(checkpoint))
+    return AutoTokenizer.from_pretrained(str(checkpoint), trust_remote_code=False)  # None: ask whether to run its code
 
 
 def template_with_tools(own: str) -> str:

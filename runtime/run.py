@@ -169,6 +169,8 @@ def require_memory(cfg: RunConfig, dry: bool, plans: Callable[[RunConfig], list[
     gpu_gib = cfg.plan.gpu_gib
     if torch.cuda.is_available():
         gpu_gib = torch.cuda.get_device_properties(0).total_memory / GIB
+    elif dry:
+        print0(f"  note    there is no GPU here: planned for plan.gpus = {cfg.plan.gpus}, plan.gpu_gib = {gpu_gib:.4g}")
     if dry or torch.cuda.is_available():
         for plan in plans(cfg):
             plan.show(gpu_gib)

@@ -28,7 +28,7 @@ from typing import Any, NoReturn, TypeVar
 
 from tqdm import tqdm
 
-from runtime.checkpoints import find_checkpoint, on_the_hub, saved_step
+from runtime.checkpoints import find_checkpoint, on_the_hub, refuse_quantized, saved_step
 from runtime.checks import (
     USER_ERRORS,
     refuse_other_run,
@@ -232,6 +232,7 @@ def open_start(cfg: RunConfig) -> tuple[Path, Renderer]:
     """Open the checkpoint that a run starts from. Refuse to resume from other weights than the run began with: reference and
     frozen tower would be new, and the text model old."""
     source, renderer = open_checkpoint(cfg.policy.checkpoint, cfg.visual, cfg.prompts)
+    refuse_quantized(source)
     if saved_step(Path(cfg.run) / "state"):
         refuse_other_weights(Path(cfg.run), source, f"policy.checkpoint = {cfg.policy.checkpoint!r}")
     refuse_template(source, renderer, cfg.schemas)

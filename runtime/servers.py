@@ -1,7 +1,7 @@
 """servers.py: an engine of SGLang servers on this machine, over HTTP. open_engine.py starts them.
 
     engine = SGLang(servers, renderer)
-    engine.wait_until_ready()                       # each server has sampled a token
+    engine.wait_until_ready()                       # each server is warm and has sampled a token
 
 Every reply must echo the trainer's prompt ids and carry the current weights' version. A lost request goes to another server.
 After a time-out, MAX_FAILURES failures in a row or a failed weight update, a server is left out, and the run goes on with the
@@ -73,14 +73,17 @@ class SGLang(Engine):
         self._lock = threading.Lock()  # held whenever one of these fields, or a field of a server, changes
 
     def wait_until_ready(self) -> None:
-        """Wait until each server has sampled a token. If one does not, kill ours."""
+        """Wait until each server is healthy and has sampled a token. If one does not, kill ours."""
         payload = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
         deadline = time.monotonic() + self.start_timeout
         waiting = [*self.servers]
         while waiting:
             server = waiting[0]
+            seconds = max(1.0, deadline - time.monotonic())
             try:
-                request_json(server.url + "/generate", max(1.0, deadline - time.monotonic()), payload)
+                # A server samples before its own warm-up has ended, and dies if weights are pushed until then.
+                request_json(server.url + "/health", seconds)  # 503 while it warms up
+                request_json(server.url + "/generate", seconds, payload)
                 waiting.remove(server)
             except requests.RequestException as error:
                 exited = server.process is not None and server.process.poll() is not None
@@ -270,11 +273,12 @@ class FrameFiles:
 
 def request_json(url: str, seconds: float, payload: dict | None = None) -> Any:
     """Send a POST of JSON, or a GET, to a server of this machine, which may be silent for so many seconds. Return the reply's
-    JSON. A request that the server refuses is an EngineError; without a reply, raise a RequestException."""
+    JSON, or None if it is empty. A request that the server refuses is an EngineError; without a reply, raise a
+    RequestException."""
     with requests.Session() as session:
         session.trust_env = False  # do not ask by way of a proxy
         reply = session.request("POST" if payload else "GET", url, json=payload, timeout=(10.0, seconds))
     if reply.status_code == 400:
         raise EngineError(f"{url} refuses the request: {reply.text[:500]}")
     reply.raise_for_status()
-    return reply.json()
+    return reply.json() if reply.content else None

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from runtime.checkpoints import write_weights
+from runtime.checkpoints import weight_files, write_weights
 from runtime.distributed import barrier, gather, local_rank, local_size, own_device, rank, world_size
 from runtime.engine import Engine, EngineConfig
 from runtime.policy import Policy
@@ -77,7 +77,7 @@ def snapshot_folders(run: str | Path, source: Path, images: float = 0.0) -> Iter
     one_node = local_size() == world_size()
     needed = images
     if one_node:  # two snapshots: the old one, and the one being written
-        needed += 2.2 * sum(file.stat().st_size for file in source.glob("*.safetensors"))
+        needed += 2.2 * sum(file.stat().st_size for file in weight_files(source))
 
     try:
         # Make them anew: a run that was killed has left files. The first rank of a node asks for room for its ranks.

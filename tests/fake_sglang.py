@@ -3,9 +3,9 @@
     python fake_sglang.py PORT IMAGE_PAD CELL STOP [FAULT]
 
 Its tokens depend on the prompt, the seed and the weights' version. FAULT: die_after=N answers, busy (503 at times), abort,
-drift (one image token too few), swap (refuses the first weights), slow_start=SECONDS, slow=SECONDS for every request,
-crash=N (at once, after N lines of log), meta=JSON (replaces fields of each answer's meta_info). GET /model_info reports what the
-server has seen.
+drift (one image token too few), swap (refuses the first weights), slow_start=SECONDS, warms_up=SECONDS (samples, but is
+not healthy, and dies if it gets weights), slow=SECONDS for every request, crash=N (at once, after N lines of log), meta=JSON
+(replaces fields of each answer's meta_info). GET /model_info reports what the server has seen.
 """
 
 import hashlib
@@ -22,7 +22,9 @@ from PIL import Image
 
 port, image_pad, cell, stop = map(int, sys.argv[1:5])
 fault, _, amount = (sys.argv[5] if len(sys.argv) > 5 else "").partition("=")
-state = {"version": "default", "pid": os.getpid(), "prompts": {}, "read": {}, "served": 0, "answered": 0, "loads": 0}
+healthy_at = time.monotonic() + (float(amount) if fault == "warms_up" else 0)
+state = {"version": "default", "model_path": "the/checkpoint", "pid": os.getpid()}
+state |= {"prompts": {}, "read": {}, "served": 0, "answered": 0, "loads": 0}
 lock = threading.Lock()
 
 
@@ -68,12 +70,15 @@ def generate(request: dict) -> tuple[int, dict]:
 
 
 def load(request: dict) -> tuple[int, dict]:
+    if time.monotonic() < healthy_at:  # a real server fails an assertion: it has a request in flight
+        os._exit(1)
     state["loads"] += 1
     if not os.path.isdir(request["model_path"]) or (fault == "swap" and state["loads"] == 1):
         return 400, {"success": False, "message": "no such folder"}
     if not request["flush_cache"]:  # a real server would go on using the old weights' keys
         return 400, {"success": False, "message": "the cache holds keys of the old weights"}
     state["version"] = request["weight_version"]
+    state["model_path"] = request["model_path"]
     files = sorted(path for path in Path(request["model_path"]).iterdir() if path.is_file())
     state["read"] = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
     return 200, {"success": True, "message": ""}
@@ -82,15 +87,18 @@ def load(request: dict) -> tuple[int, dict]:
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
-    def answer(self, code: int, body: dict) -> None:
-        text = json.dumps(body).encode()
+    def answer(self, code: int, body: dict | None) -> None:
+        text = json.dumps(body).encode() if body is not None else b""
         self.send_response(code)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)
 
     def do_GET(self):
-        self.answer(200, {"weight_version": state["version"], **state, "environment": dict(os.environ)})
+        if self.path == "/health":
+            self.answer(200 if time.monotonic() >= healthy_at else 503, None)
+        else:
+            self.answer(200, {"weight_version": state["version"], **state, "environment": dict(os.environ)})
 
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -108,11 +108,11 @@ def test_a_busy_api_is_asked_again_and_one_that_refuses_is_not(endpoint, ask, pa
     assert "503" in ask(down, "direct")[0].error and (len(refuses.bodies), len(down.bodies)) == (1, 7)
 
 
-ODD = (b"", b"\xff", [], {"odd": 1}, {"choices": ["a"]}, says("stop", 5)[2])
+ODD = (b"", b"\xff", [], {"odd": 1}, {"choices": ["a"]}, says("stop", 5)[2], b"[" * 9999 + b"]" * 9999)
 
 
 def test_an_odd_reply_costs_one_episode_and_not_the_run(endpoint, ask, pauses):
-    """Past bug: a 200 with an empty body ended the evaluation or, through the judge, a training."""
+    """Past bugs: a 200 with an empty body, or with deep brackets, ended the evaluation or, through the judge, a training."""
     for body in ODD:
         odd = endpoint((200, {}, body))
         assert ask(odd, "direct")[0].error.startswith(f"EngineError: {odd.url}: ")
@@ -133,16 +133,21 @@ def test_an_api_or_a_judge_that_is_silent_is_given_up(endpoint, pauses):
 
 
 def test_a_refusal_is_no_answer_and_says_its_reason(endpoint, ask, pauses):
-    """Past bug: a refusal was an empty answer, which scored 0 and was never asked again."""
+    """Past bugs: a refusal was an empty answer, or one that a filter cut off. It scored 0 and was never asked again."""
     for reply, reason in (
         (says("stop", refusal="I can't help with that."), "I can't help with that."),
         (says("content_filter"), "no answer, finish_reason content_filter"),
+        (says("content_filter", "The man takes"), "no answer, finish_reason content_filter"),
+        (says("tool_calls", "I look."), "no answer, finish_reason tool_calls"),
+        (says("stop"), "no answer, finish_reason stop"),
+        (says("stop", " \n"), "no answer, finish_reason stop"),
     ):
         there = endpoint(reply)
         episode, answer = ask(there, "direct")
         assert (episode.error, answer, len(there.bodies)) == (f"Refusal: {reason}", None, 1)
-    episode, _ = ask(endpoint(says("length")), "direct")  # thinking used up its tokens
-    assert (episode.error, episode.main.finish) == ("", "length")
+    for content in (None, "", "The man"):  # thinking used up its tokens
+        episode, _ = ask(endpoint(says("length", content)), "direct")
+        assert (episode.error, episode.main.finish) == ("", "length")
 
 
 def test_parameters_replace_what_a_request_says_and_null_drops_it(endpoint, ask):

@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import os
 import random
+import shutil
 import time
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,20 @@ from scripts import Forked, finish
 from torch import nn
 
 from runtime import distributed, weights
-from runtime.checkpoints import export, load_policy, load_state, save_state, saved_step
+from runtime.checkpoints import (
+    export,
+    load_policy,
+    load_state,
+    save_state,
+    saved_step,
+    weight_files,
+    weights_digest,
+)
 from runtime.config import ConfigError
 from runtime.distributed import gather, mean_over_ranks, rank, sum_over_ranks
 from runtime.policy import PolicyConfig
 from runtime.processes import MEMORY
+from runtime.render import load_tokenizer
 from runtime.run import OptimConfig, make_optimizer
 from runtime.visual import VisualContract
 from runtime.weights import run_memory, snapshot_folders
@@ -295,9 +305,79 @@ def test_an_export_of_a_published_checkpoint_says_the_same_in_plain_transformers
     assert torch.equal(ours, theirs)
 
 
+def as_shards(path, folder) -> Path:
+    """Copy a checkpoint with its weights in two files and an index."""
+    shutil.copytree(path, folder)
+    whole = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    file_of = {}
+    for i, name in enumerate(sorted(whole)):
+        file_of[name] = f"model-0000{1 + i % 2}-of-00002.safetensors"
+    for file in set(file_of.values()):
+        save_file({name: whole[name] for name in whole if file_of[name] == file}, folder / file, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
+    return folder
+
+
+SURPLUS = ("consolidated.safetensors", "model-00001-of-00003.safetensors", "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_only_model_safetensors_or_what_its_index_names_is_read(path, tmp_path, sharded):
+    """Past bug: the shards of an earlier export and Mistral's consolidated.safetensors replaced weights."""
+    folder = as_shards(path, tmp_path / "own") if sharded else shutil.copytree(path, tmp_path / "own")
+    digest = weights_digest(folder)
+    wrong = {name: weight + 1 for name, weight in load_file(path / "model.safetensors").items()}
+    for name in SURPLUS:
+        save_file(wrong, folder / name, {"format": "pt"})
+    assert weights_digest(folder) == digest
+    assert weight_files(folder) == sorted(folder.glob("model-*-of-00002.*" if sharded else "model.safetensors"))
+    expected = load_policy(PolicyConfig(str(path)), train=False).state_dict()
+    read = load_policy(PolicyConfig(str(folder)), train=False).state_dict()
+    assert all(torch.equal(read[name], weight) for name, weight in expected.items())
+
+
+@pytest.mark.parametrize("dtype, name", [(torch.int8, "I8"), (torch.uint8, "U8"), (torch.float8_e4m3fn, "F8_E4M3")])
+def test_weights_in_8_bits_are_refused(path, tmp_path, dtype, name):
+    """Past bug: they were read without their scales, and a training began at a loss of 3.76 instead of 0.096."""
+    folder = shutil.copytree(path, tmp_path / "own")
+    weights = load_file(folder / "model.safetensors")
+    norm = "model.language_model.norm.weight"
+    weights[norm] = weights[norm].to(dtype)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"own/model.safetensors is quantized \({norm} is {name}\): take its bf16"):
+        load_policy(PolicyConfig(str(folder)))
+
+
+@pytest.mark.parametrize("part, change, lost", [("text_config", {"num_hidden_layers": 2}, 11), (None, {}, 1)])
+def test_weights_without_a_place_in_the_model_are_told(tmp_path, capsys, part, change, lost):
+    """The config has fewer blocks than the file, or a tied head."""
+    folder = tiny.write(tmp_path / "own", tied=part is not None)
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= change
+    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
+    (folder / "config.json").write_text(json.dumps(config))
+    load_policy(PolicyConfig(str(folder)), train=False)
+    told = f"  note    {folder} has {lost} weights that its config.json has no place for: "
+    assert capsys.readouterr().out.startswith(told)
+
+
+def test_no_checkpoint_asks_to_run_its_own_code(checkpoint, tmp_path, monkeypatch):
+    """Past bug: an evaluation of another family waited for an answer to "run the custom code? [y/N]"."""
+    folder = shutil.copytree(checkpoint, tmp_path / "own")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "foo_vl", "auto_map": {"AutoConfig": "code.Config"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda question: pytest.fail(question))
+    assert load_tokenizer(folder).get_vocab()
+
+
 @pytest.mark.parametrize("free, images, in_memory", [(1.5, 0, False), (2.5, 0, True), (2.5, 1, False)])
 def test_snapshots_lie_in_memory_where_two_have_room(path, tmp_path, monkeypatch, capsys, free, images, in_memory):
-    """The room beside images is in multiples of the weights. Two must fit: the old one and the one being written."""
+    """The room beside images is in multiples of the weights. Two must fit: the old one and the one being written. Files that are
+    not read need no room."""
+    path = shutil.copytree(path, tmp_path / "own")
+    shutil.copy(path / "model.safetensors", path / "consolidated.safetensors")
     weights = (path / "model.safetensors").stat().st_size
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free * weights))
     with snapshot_folders(tmp_path, path, images=images * weights) as folders:

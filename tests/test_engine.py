@@ -30,7 +30,7 @@ from runtime.inprocess import InProcess, Request, _Batch, cut_into_batches, samp
 from runtime.open_engine import open_engine, start_servers
 from runtime.policy import matmul_fp32
 from runtime.processes import MEMORY
-from runtime.servers import MAX_FAILURES, Failure, Server, SGLang
+from runtime.servers import MAX_FAILURES, Failure, Server, SGLang, kill
 from runtime.video import Clip
 from runtime.visual import ContractError
 
@@ -189,8 +189,9 @@ def test_new_weights_serve_every_later_sample_under_their_version(checkpoint, mo
     after = engine.generate(**row)
     assert (before.version, after.version, engine.version) == (0, 7, 7)
     assert after.ids == fresh.generate(**row).ids != before.ids
+    deeper = tiny.build(tmp_path / "deeper", 1, model.config.model_type, num_hidden_layers=5)
     with pytest.raises(EngineError, match="does not fit this model"):
-        engine.update_weights(tmp_path, 8)
+        engine.update_weights(deeper, 8)
     engine.close(), fresh.close()
 
 
@@ -501,6 +502,25 @@ def test_only_servers_of_this_machine_may_be_named(serve):
         require_urls(["http://127.0.0.1:9"])
 
 
+def test_each_server_at_an_url_tells_which_model_it_serves(serve, tmp_path, capsys):
+    """A server of another run serves that run's last weights."""
+    client = serve("", "")
+    told = [f"  note    {url} says that it serves the/checkpoint\n" for url in client.urls]
+    capsys.readouterr()
+    require_servers(RolloutConfig(urls=tuple(client.urls)))
+    assert capsys.readouterr().out == "".join(told)
+    client.update_weights(tmp_path, 1)
+    require_servers(RolloutConfig(urls=tuple(client.urls[:1])))
+    assert capsys.readouterr().out == f"  note    {client.urls[0]} says that it serves {tmp_path}\n"
+
+
+@pytest.mark.parametrize("reply", [None, [], {}, {"model_path": None}], ids=str)
+def test_a_server_that_does_not_tell_its_model_may_be_used(monkeypatch, capsys, reply):
+    monkeypatch.setattr("runtime.checks.request_json", lambda url, seconds: reply)
+    require_urls(["http://127.0.0.1:9"])
+    assert not capsys.readouterr().out
+
+
 def test_urls_without_a_server_are_refused():
     with pytest.raises(ConfigError, match="no server answers at http://127.0.0.1:9; start it, or correct"):
         require_urls(["http://127.0.0.1:9"])
@@ -584,6 +604,23 @@ def test_a_closed_client_lets_nobody_wait_and_ends_its_servers(serve, prompts):
     [server] = client.servers
     assert_close_frees_who_waits(client, request(*prompts[0]))
     assert not alive(server.process.pid)
+
+
+@pytest.mark.parametrize("at_urls", [False, True])
+def test_a_server_is_ready_for_weights_once_it_has_warmed_up(serve, renderer, prompts, tmp_path, at_urls):
+    """Past bug: it sampled a token while it warmed up, and the first push of weights killed it."""
+    if at_urls:
+        cfg = EngineConfig(server_gpus=(0,))
+        [server] = start_servers(cfg, None, lambda port: fake_server(renderer, port, "warms_up=3"))
+        wait_for(lambda: socket.socket().connect_ex(("127.0.0.1", urlsplit(server.url).port)) == 0)
+        client = open_engine("", renderer, EngineConfig(urls=(server.url,)))
+    else:
+        client = serve("warms_up=3")
+        [server] = client.servers
+    client.update_weights(tmp_path, 1)
+    assert client.generate(**request(*prompts[0])).version == 1
+    client.close()
+    kill(server)
 
 
 @pytest.mark.parametrize("fault, told", [("swap", "no such folder"), ("die_after=0", "exit code 1")])

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import save_file
 from scripts import REPO
 
 from rl import RLConfig
@@ -42,12 +43,18 @@ def desk(toy_dir, tmp_path_factory) -> Path:
     row = {"video": "a.mp4", "prompt": [{"role": "user", "content": "Why?"}]}
     (root / "mine" / "rows.jsonl").write_text(json.dumps(row))
     shutil.copy(toy_dir / "sft.parquet", root / "moved.parquet")  # its relative paths are now wrong
-    for name, change in (("unknown", {"model_type": "foo_vl"}), ("shards", {}), ("thinking", {})):
+    changes = {"unknown": {"model_type": "foo_vl"}, "fp8": {"quantization_config": {"quant_method": "fp8"}}}
+    for name, change in (changes | dict.fromkeys(("shards", "thinking", "int8", "two", "none"), {})).items():
         shutil.copytree(toy_dir / "model", root / name)
         shape = json.loads((root / name / "config.json").read_text())
         (root / name / "config.json").write_text(json.dumps(shape | change))
     shards = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (root / "shards" / "model.safetensors.index.json").write_text(json.dumps(shards))
+    (root / "two" / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"a": "model-00001-of-00001.safetensors"}}'
+    )
+    (root / "none" / "model.safetensors").rename(root / "none" / "consolidated.safetensors")
+    save_file({"x.weight": torch.ones(2, dtype=torch.int8)}, root / "int8" / "model.safetensors", {"format": "pt"})
     template = root / "thinking" / "chat_template.jinja"
     opening = "<|im_start|>assistant\\n' if add_generation_prompt"
     assert template.read_text().count(opening) == 1
@@ -88,6 +95,10 @@ MISTAKES = [  # the page has more
     ("a folder that is no run's", f"{RL} policy.checkpoint=shards run=same", "same has a model, states or results, but no config.yaml, so its run is unknown: choose another `run`"),
     ("its own start, by another name", f"{RL} policy.checkpoint=same/model run=linked", "'same/model' is in the folder of run = 'linked'"),
     ("a missing shard, tried out", f"{SFT} policy.checkpoint=shards --dry-run", "error: shards lacks model-00002-of-00002.safetensors, which its index names: copy or download it again"),
+    ("two kinds of weights", f"{SFT} policy.checkpoint=two --dry-run", "error: two has model.safetensors and an index of other files: delete one of the two"),
+    ("no weights", f"{SFT} policy.checkpoint=none --dry-run", "error: none lacks all weights: it has no model.safetensors and no index; copy or download them"),
+    ("a quantized model", f"{SFT} policy.checkpoint=fp8 --dry-run", "error: fp8 is quantized (quantization_config in config.json): take its bf16 checkpoint"),
+    ("quantized weights", f"{SFT} policy.checkpoint=int8 --dry-run", "error: int8/model.safetensors is quantized (x.weight is I8): take its bf16 checkpoint"),
     ("a template that opens thoughts", f"{SFT} policy.checkpoint=thinking", "thinking: its chat template does not continue a dialogue as rollouts do: after "),
     ("other frames than the checkpoint's", f"{SFT} visual.frame_pixels=65536", "made under another visual contract (frame_pixels: this run has 65536, the checkpoint 1024; "),
     ("another family", f"{RL} policy.checkpoint=unknown", "unknown is a 'foo_vl' model; this code trains qwen3_vl and qwen2_5_vl"),
@@ -123,7 +134,8 @@ def test_a_dry_run_shows_memory_then_its_checks_and_ends_at_the_first_fault(desk
     status, told = typed(f"{RL} run=run --dry-run")
     lines = told.splitlines()
     assert not status
-    assert lines[0] == "training and engine on one GPU"
+    assert lines[0] == "  note    there is no GPU here: planned for plan.gpus = 1, plan.gpu_gib = 80"
+    assert lines[1] == "training and engine on one GPU"
     assert re.fullmatch(r"  sum +\d+\.\d GiB of 80", lines[-4])
     assert lines[-3] == "  ok      run: run"
     assert re.fullmatch(r"  ok      data: \d+ rows", lines[-2])

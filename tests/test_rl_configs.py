@@ -59,7 +59,7 @@ def test_every_config_of_a_real_model_fits_its_gpus(path, toy_dir, capsys):
         ):
             try_out(cfg)  # only the cold start is missing
     told = capsys.readouterr().out
-    assert "ok      data: " in told
+    assert "ok      data: " in told and "there is no GPU here" in told
     used = [float(line.split()[1]) for line in told.splitlines() if line.split()[:1] == ["sum"]]
     assert used and all(20 < gib < 80 for gib in used)
     assert f"training, each of {cfg.plan.gpus} GPUs" in told or "training and engine on one GPU" in told

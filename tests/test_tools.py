@@ -124,6 +124,21 @@ def test_arguments_may_be_a_string_of_json():
     assert call.arguments == {"start_time": 1, "end_time": 2}
 
 
+DEEP_CALLS = {
+    "JSON": '<tool_call>{"name": "crop_video", "arguments": {"start_time": %s}}</tool_call>',
+    "a string of JSON": '<tool_call>{"name": "crop_video", "arguments": "{\\"start_time\\": %s}"}</tool_call>',
+    "code": "<tool_code>crop_video(start_time=%s)</tool_code>",
+}
+
+
+@pytest.mark.parametrize("call", DEEP_CALLS.values(), ids=DEEP_CALLS)
+def test_a_call_nested_more_than_16_deep_is_unparseable(call):
+    """Past bug: 982 brackets were parsed, but no log or record could hold them, and the run ended."""
+    for depth in (0, 14, 15, 100, 982, 1900):  # the call and its arguments are two more
+        brackets = "[" * depth + "1" + "]" * depth
+        assert errors(call % brackets) == ["" if depth <= 14 else "unparseable"]
+
+
 FLOODS = {"unclosed": ("<tool_call>", 3000), "nested": ("<tool_code>" + "(" * 50 + "</tool_code>", 500)}
 
 
