@@ -249,6 +249,8 @@ class Batches:
                 rows.append(future.result())
                 row_weights.append(draw.loss_weight)
             except RowError as error:
+                if self.videos.closed:  # the run is ending, and no row is at fault
+                    raise
                 self.dataset.reject(draw.origin, str(error))
 
         # Pack them into micro-batches.

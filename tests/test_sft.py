@@ -14,9 +14,10 @@ import sft
 from data import parse_dialogue
 from runtime import config
 from runtime.checkpoints import load_policy
-from runtime.dataset import DataError, Dataset
+from runtime.dataset import DataError, Dataset, RowError
 from runtime.packing import Bundle
 from runtime.policy import PolicyOutput
+from runtime.video import Videos
 from sft import TOKEN_KINDS, SFTConfig, batch_loss, target_kinds
 from tools import TOOLS
 
@@ -184,6 +185,16 @@ def test_unusable_rows_cost_themselves_only(toy_dir, toy_renderer, tmp_path, vid
     assert usable + len(reasons) == 72
     assert any(victim.name in reason for reason in reasons)
     assert any("more than pack_tokens = 380" in reason for reason in reasons)
+
+
+def test_an_ending_run_reports_no_rows(toy_dir, toy_renderer, tmp_path, capsys):
+    """Past bug: when a run ended, the rows that its look-ahead was reading were reported as unusable."""
+    cfg = config.load(SFTConfig, sft_config(tmp_path / "run.yaml", toy_dir))
+    with Videos(1) as videos:
+        batches = sft.Batches(cfg.data, cfg, videos, toy_renderer)
+    with pytest.raises(RowError, match="Videos is closed"):
+        batches.make(0)
+    assert not batches.dataset.bad and "unusable" not in capsys.readouterr().err
 
 
 def test_a_step_without_a_usable_row_is_refused(toy_dir, tmp_path):
