@@ -485,7 +485,7 @@ def test_a_row_that_nobody_foresaw_costs_itself_and_is_named_with_what_it_raised
     assert sum(len(micro.bundles) for micro in batches.make(0, len(rows))) == 1
     encode = partial(count_row, cfg=cfg, renderer=toy_renderer, videos=videos)
     for i, why in enumerate(whys):
-        _, reason = read_row(i, Rows(path), trap, parse_dialogue, encode)
+        _, reason, _ = read_row(i, Rows(path), trap, SFT_SCRIPT, encode)
         assert why in reason
         assert batches.dataset.bad[f"sft.jsonl:{i}"] == reason
     traces = [record.exc_info[0] for record in caplog.records if record.exc_info]
@@ -656,3 +656,25 @@ def test_check_data_counts_every_row_and_names_the_bad_ones(toy_dir, tmp_path, c
     assert re.search(r"  row 1: .*gone.mp4: no such file.*\n  row 2: \d+ tokens, more than pack_tokens = 2000\n", told)
     assert re.search(r"good.jsonl: 1 rows, 0 unusable; \d+ tokens", told)
     assert read_all_rows(replace(cfg, data=good, val=None), SFT_SCRIPT) == 0
+
+
+def test_check_data_counts_what_is_odd_about_usable_rows(toy_dir, tmp_path, capsys):
+    """It is often a mistake, but the toy builds it in on purpose."""
+    overrides = [f"policy.checkpoint={toy_dir}/model", f"run={tmp_path}/run", "decoders=1"]
+    cfg = config.load(SFTConfig, REPO / "configs" / "toy_sft.yaml", overrides)
+    asked = {"role": "user", "content": "q"}
+    called, unread = ({"role": "assistant", "content": text} for text in (CALL * 2, "<tool_call>{</tool_call>"))
+    reply = {"role": "tool", "content": "r"}
+    told = []
+    odd = [[asked, called, reply, SAID], [asked, unread], [asked, unread, reply, SAID]]
+    for rows in (odd, [[shows("train00000.mp4"), called, reply, reply, SAID]]):
+        path = write_jsonl(tmp_path / "odd.jsonl", [{"messages": messages} for messages in rows])
+        data = DataConfig((Source(path),), video_root=f"{toy_dir}/videos")
+        assert read_all_rows(replace(cfg, data=data, val=None), SFT_SCRIPT) == 0
+        told.append(capsys.readouterr().out.splitlines()[1:])
+    counts = [
+        "2 rows with fewer replies than calls",
+        "3 rows with no frame",
+        "2 rows with a call that cannot be parsed",
+    ]
+    assert told == [[f"  note    {count}" for count in counts], []]

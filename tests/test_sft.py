@@ -1,5 +1,6 @@
 """The cold start: its loss equals a plain reference, ranks and kills do not change it, and bad batches are reported."""
 
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -185,6 +186,20 @@ def test_unusable_rows_cost_themselves_only(toy_dir, toy_renderer, tmp_path, vid
     assert usable + len(reasons) == 72
     assert any(victim.name in reason for reason in reasons)
     assert any("more than pack_tokens = 380" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("agent, said, refused", [
+    ("main", '<tool_call>{"name": "crop_video", "arguments": {}}</tool_call>', ""),
+    ("main", '<tool_call>{"name": "search", "arguments": {}}</tool_call>', r"'search': this agent is offered \['crop_video'\]"),
+    ("main", "<tool_code>print(search(query='x'))</tool_code>", "a call of 'search'"),
+    ("main", "<tool_call>search</tool_call>", ""),  # --check-data counts it
+    ("direct", '<tool_call>{"name": "crop_video", "arguments": {}}</tool_call>', r"'crop_video': this agent is offered \[\]"),
+])  # fmt: skip
+def test_a_call_of_a_tool_that_is_not_offered_is_refused(toy_renderer, videos, schemas, agent, said, refused):
+    messages = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": said}]
+    dialogue = parse_dialogue({"messages": messages, "agent": agent}, "rows:0", Path("/"))
+    with pytest.raises(RowError, match=refused) if refused else contextlib.nullcontext():
+        sft.encode_dialogue(dialogue, videos, toy_renderer, schemas)
 
 
 def test_an_ending_run_reports_no_rows(toy_dir, toy_renderer, tmp_path, capsys):
