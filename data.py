@@ -24,8 +24,8 @@ Published SFT rows write the same turns in several ways. A Dialogue has the form
     agent          the optional column `agent`: main, direct or sub; with `request` and `system`, a sub-agent's prompts
 
 `origin` (file:row) names a row without an id, and relative paths start at `root`. `prompt`, `extra_info`, `messages` and an RL
-row's `videos` may also be JSON strings. A row that cannot be used raises RowError. runtime/dataset.py streams the rows, and
-`--check-data` checks them.
+row's `videos` may also be JSON strings. A row that cannot be used, or that says what training would ignore, raises RowError. runtime/dataset.py
+streams the rows, and `--check-data` checks them.
 
 Deliberately missing: prompts. A row's system prompt is dropped, because SFT, RL and evaluation share runtime/prompts.py.
 """
@@ -43,7 +43,7 @@ from pathlib import Path
 from typing import Any
 
 from episode import Task
-from runtime.answers import LETTERS, letters_of, normalise, parse_span
+from runtime.answers import LETTERS, count_times, letters_of, normalise, parse_span
 from runtime.dataset import RowError, decode_json
 from runtime.render import NO_REPORT, THINK_PREFIX
 from runtime.video import Clip, Videos
@@ -63,15 +63,20 @@ KINDS = {
 
 def parse_task(row: dict, origin: str, root: Path) -> Task:
     """Return a row's task. `origin` names a row without an id."""
-    question = _read_question(row)
+    _refuse_columns(row, ("images", "audios", "objects"), "RL shows only videos")
     videos = _read_videos(row, root)
+    question = _read_question(row, len(videos))
 
     # Read the answer as its kind of question asks. Published rows have no `options`.
     info = decode_json(row.get("extra_info") or {}, "extra_info")
-    options = read_options(info.get("options") or [])
-    kind = _read_kind(str(info.get("question_type") or ("mcq" if options else "oe")))
+    options = bare_options(read_options(info.get("options") or []))
+    default = "mcq" if options else "oe"
+    kind = _read_kind(str(info.get("question_type") or default)) or default
     answer = _read_gold(info.get("answer"), kind)
     if kind == "mcq":
+        if listed_in_other_order(question, options):
+            raise RowError(f"options = {list(options)}: the question lists them in another order; write both in one")
+        question = add_options(question, options)
         answer, options = _read_choice(answer, options, question)
 
     name = origin if info.get("id") is None else str(info["id"])
@@ -79,13 +84,33 @@ def parse_task(row: dict, origin: str, root: Path) -> Task:
     return Task(name, question, videos, kind, answer, options)
 
 
-def _read_question(row: dict) -> str:
-    """Return the text of the last user message."""
+def _read_question(row: dict, n_videos: int) -> str:
+    """Return the text of the user's message without <video>: all videos are shown before it. System prompts are dropped."""
     messages = _read_messages(row, "prompt", "an RL row")
-    contents = [message["content"] for message in messages if message.get("role") == "user"]
-    if not contents or not isinstance(contents[-1], str):
+    turns = [message for message in messages if message.get("role") != "system"]
+    roles = [turn.get("role") for turn in turns]
+    if roles != ["user"]:
+        raise RowError(f"`prompt` has the turns {roles}: RL asks one question; leave one user message")
+    text = turns[0]["content"]
+    if not isinstance(text, str) or not text.replace("<video>", "").strip():
         raise RowError("`prompt` has no user message with text: add one")
-    return contents[-1].replace("<video>", "").strip()
+    if "<image>" in text:
+        raise RowError("the question has <image>: RL shows only videos; remove it")
+    if text.count("<video>") > n_videos:
+        raise RowError(f"{text.count('<video>')} <video> in the question, but `videos` names {n_videos}: name them all")
+    return text.replace("<video>", "").strip()
+
+
+def _refuse_columns(row: dict, columns: Sequence[str], rule: str) -> None:
+    """Refuse a row that holds something in one of these columns."""
+    for column in columns:
+        if _holds_something(row.get(column)):
+            raise RowError(f"`{column}` = {row[column]!r}: {rule}; remove the column")
+
+
+def _holds_something(value: Any) -> bool:
+    """Return whether a field is filled. {"bbox": []} and {"url": None} are not."""
+    return any(value.values()) if isinstance(value, dict) else bool(value)
 
 
 def _read_messages(row: dict, column: str, needed_by: str) -> list[dict]:
@@ -127,11 +152,15 @@ def _read_gold(answer: Any, kind: str) -> str:
     """Return the gold answer as text. Refuse one that no answer can match. In parquet, a missing answer is None."""
     if isinstance(answer, list | dict) and kind != "tvg":  # [12.5, 20.1] is a span
         raise RowError(f"answer = {answer!r}: must be one text")
+    if isinstance(answer, float) and math.isnan(answer):  # pandas writes a missing answer so
+        raise RowError("answer = nan: the row has no answer; add it, or drop the row")
     gold = "" if answer is None else str(answer).strip()
     if kind == "tvg":
         span = parse_span(gold)
         if not span or span[0] == span[1]:
             raise RowError(f"answer = {gold!r}: the answer of a tvg must be a span of seconds, as in [12.5, 20.1]")
+        if count_times(gold) >= 4:
+            raise RowError(f"answer = {gold!r}: the answer of a tvg must be one span; make a row of each")
     if kind == "oe" and not normalise(gold):
         raise RowError(f"answer = {gold!r}: the answer of an open question must have a word or a number")
     return gold
@@ -166,6 +195,31 @@ def read_options(options: Any) -> tuple[str, ...]:
     return tuple(option.strip() for option in options)
 
 
+def bare_options(options: tuple[str, ...]) -> tuple[str, ...]:
+    """Strip the letters from the options if every option has its own."""
+    bare = []
+    for letter, option in zip(LETTERS, options):
+        lettered = re.fullmatch(rf"\(?{letter}\)?[.:)]\s*(.*)", option, re.S)  # "(A) red", "A. red"
+        if not lettered:
+            return options
+        bare.append(lettered[1])
+    return tuple(bare)
+
+
+def add_options(question: str, options: tuple[str, ...]) -> str:
+    """Append the options to the question, each with its letter, unless it lists them itself."""
+    if {_first_line(option) for option in options} <= set(listed_options(question)):
+        return question
+    return question + "".join(f"\n{letter}. {option}" for letter, option in zip(LETTERS, options))
+
+
+def listed_in_other_order(question: str, options: tuple[str, ...]) -> bool:
+    """Return whether the question lists the options under other letters than their places in `options` give them."""
+    listed = listed_options(question)
+    expected = tuple(_first_line(option) for option in options)
+    return set(expected) <= set(listed) and listed[: len(expected)] != expected
+
+
 def listed_options(question: str) -> tuple[str, ...]:
     """Return the options that a question lists in its text, without their letters. Return () if it lists none."""
     one_per_line = r"(?m)^[ \t]*[(\[]?([A-J])[)\].:]+[ \t]*(?=\S)"  # "A. red\nB. blue"
@@ -188,12 +242,13 @@ def _first_line(text: str) -> str:
 
 
 @functools.cache  # the cache makes each unknown type log once per process
-def _read_kind(question_type: str) -> str:
-    """Return a question's kind. As in the release, a question of an unknown type is open-ended."""
+def _read_kind(question_type: str) -> str | None:
+    """Return a question's kind. None: the type is unknown. Without options it is then open-ended, as in the release."""
     kind = KINDS.get(re.sub("[- ]", "_", question_type.lower()))
     if kind is None:
-        log.warning("question_type = %r: unknown, so such questions count as open-ended", question_type)
-    return kind or "oe"
+        counts_as = "mcq if the row has options, otherwise as open-ended"
+        log.warning("question_type = %r: unknown, so such a question counts as %s", question_type, counts_as)
+    return kind
 
 
 # ------------------------------------------------------------------------------------------------ nFrames gating
@@ -286,26 +341,40 @@ def parse_dialogue(row: dict, origin: str, root: Path) -> Dialogue:
 
 def _read_parts(message: dict, root: Path) -> list[str | Media]:
     """Return a message's texts and media."""
-    if message.get("tool_calls"):
-        raise RowError("a message has `tool_calls`: write calls into its content, as <tool_call>...</tool_call>")
+    _refuse_fields(message)
     content = message.get("content")
     if isinstance(content, str):
         content = [content]
+    if not isinstance(content, list | None):
+        raise RowError(f"`content` = {content!r}: must be a text or a list of parts")
     parts: list[str | Media] = []
     for part in content or []:
-        if isinstance(part, str):
-            parts.append(part)
-        elif part.get("type") == "text" and isinstance(part.get("text"), str):
-            parts.append(part["text"])
-        else:
-            parts.append(_read_media(part, root))
+        parts.append(part if isinstance(part, str) else _read_part(part, root))
     return parts
 
 
-def _read_media(part: dict, root: Path) -> Media:
-    """Read a part with media: {"video": path}, {"video_url": {"url": path}}, or the same keys with `image`. Its options stand
+def _refuse_fields(message: dict) -> None:
+    """Refuse a message with fields that SFT would ignore. In parquet, a missing field is None."""
+    if message.get("tool_calls"):
+        raise RowError("a message has `tool_calls`: write calls into its content, as <tool_call>...</tool_call>")
+    if message.get("reasoning_content"):
+        raise RowError("a message has `reasoning_content`: write it into its content, as <think>...</think>")
+    if message.get("role") == "assistant":  # SFT trains on no other turns anyway
+        for field in ("loss", "weight"):
+            if message.get(field) not in (None, 1):
+                rule = "SFT trains on every turn of the assistant; drop the row, or remove the field"
+                raise RowError(f"a message has `{field}` = {message[field]!r}: {rule}")
+
+
+def _read_part(part: dict, root: Path) -> str | Media:
+    """Read a text, or media: {"video": path}, {"video_url": {"url": path}}, or the same keys with `image`. Options of media stand
     beside the path or the URL: nframes, video_start, video_end."""
-    keys = [key for key in ("video_url", "image_url", "video", "image") if part.get(key)]
+    keys = [key for key in ("video_url", "image_url", "video", "image") if _holds_something(part.get(key))]
+    text = part.get("text")
+    if keys and text:
+        raise RowError(f"a part has `text` and `{keys[0]}`: make two parts of it")
+    if not keys and part.get("type") == "text" and isinstance(text, str):
+        return text
     if not keys:
         raise RowError(f"a part of type {part.get('type')!r} is neither text, video nor image")
     url = part[keys[0]]
@@ -325,11 +394,7 @@ def _read_media(part: dict, root: Path) -> Media:
 def _place_media(contents: list[tuple[str, list]], row: dict, root: Path) -> list[tuple[str, list]]:
     """Put media from columns where the messages show them. In the layout of ms-swift and LLaMA-Factory, each `<video>` of a
     user or tool turn is the next entry of `videos`, and each `<image>` of `images`. Refuse media that no message shows."""
-    # Refuse columns that SFT cannot show.
-    for column in ("objects", "audios"):
-        entries = row.get(column)
-        if any(entries.values()) if isinstance(entries, dict) else entries:  # {"bbox": []} has none
-            raise RowError(f"`{column}` = {entries!r}: SFT shows only videos and images; remove the column")
+    _refuse_columns(row, ("objects", "audios"), "SFT shows only videos and images")
     media = {"<video>": _read_column("video", row, root), "<image>": _read_column("image", row, root)}
 
     # If the messages have their media, a placeholder is only text.
@@ -372,7 +437,7 @@ def _read_column(kind: str, row: dict, root: Path) -> list[Media]:
         entries = [entries]
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         raise RowError(f"`{kind}s` = {entries!r}: must be a list of paths")
-    return [_read_media({kind: entry}, root) for entry in entries]
+    return [_read_part({kind: entry}, root) for entry in entries]
 
 
 # ------------------------------------------------------------------------------------------------ SFT rows: turns
@@ -391,7 +456,10 @@ def _read_turns(role: str, parts: list[str | Media]) -> list[dict]:
     if role == "tool":
         return [{"role": "tool", "content": _strip_report(parts)}]
     if role == "assistant":
-        return [{"role": "assistant", "content": [_open_turn("".join(parts))]}]
+        text = _open_turn("".join(parts))
+        if not text:
+            raise RowError("a turn of the assistant is empty: write its text into `content`, or drop the row")
+        return [{"role": "assistant", "content": [text]}]
     raise RowError(f"role {role!r}: must be system, user, assistant or tool")
 
 

@@ -26,6 +26,8 @@ import numpy as np
 import torch
 
 from data import Dialogue, Media, parse_dialogue
+from episode import Call
+from runtime.calls import parse_calls
 from runtime.checkpoints import load_policy
 from runtime.config import refuse_below_1, suggest
 from runtime.dataset import DataConfig, DataError, Dataset, RowError, row_errors
@@ -199,6 +201,7 @@ def count_tokens(dialogue: Dialogue, cfg: SFTConfig, renderer: Renderer, videos:
 
 def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tools: list[dict]) -> Bundle:
     """Encode a dialogue as tokens and frames, with mask 1 on the assistant's tokens only."""
+    refuse_calls_of_other_tools(dialogue, tools if dialogue.agent == "main" else [])
     prompts, contract = renderer.prompts, renderer.contract
     clips = [media.frames(videos, contract) for media in dialogue.media]
 
@@ -223,6 +226,41 @@ def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tool
 
     rendered = renderer.render(messages, tools if dialogue.agent == "main" else None)
     return Bundle.conversation(rendered.ids, rendered.mask, rendered.clips)
+
+
+def refuse_calls_of_other_tools(dialogue: Dialogue, tools: list[dict]) -> None:
+    """Refuse a dialogue that would teach calls of tools which its agent is not offered."""
+    offered = [tool["function"]["name"] for tool in tools]
+    for call in read_calls(dialogue):
+        if not call.error and call.name not in offered:
+            raise RowError(f"a call of {call.name!r}: this agent is offered {offered}; set `tools`, or drop the row")
+
+
+def read_calls(dialogue: Dialogue) -> list[Call]:
+    """Read the calls of all turns, as a rollout does."""
+    calls = []
+    for turn in dialogue.turns:
+        if turn["role"] == "assistant":
+            calls += parse_calls(turn["content"][0])
+    return calls
+
+
+def list_oddities(dialogue: Dialogue) -> list[str]:
+    """List what is mostly a mistake. SFT trains on it all the same, because a loose format can be taught on purpose."""
+    calls = read_calls(dialogue)
+    parts = list(dialogue.media)
+    replies = 0
+    for turn in dialogue.turns:
+        parts += turn["content"]
+        replies += turn["role"] == "tool"
+    oddities = []
+    if any(call.error for call in calls):
+        oddities.append("a call that cannot be parsed")
+    if replies < len(calls):
+        oddities.append("fewer replies than calls")
+    if not any(isinstance(part, Media) for part in parts):
+        oddities.append("no frame")
+    return oddities
 
 
 # ------------------------------------------------------------------------------------------------ batches
@@ -250,6 +288,8 @@ class Batches:
                 rows.append(future.result())
                 row_weights.append(draw.loss_weight)
             except RowError as error:
+                if self.videos.closed:  # the run is ending, and no row is at fault
+                    raise
                 self.dataset.reject(draw.origin, str(error))
 
         # Pack them into micro-batches.
@@ -315,7 +355,7 @@ def token_kind(kinds: list[str]) -> str:
 # ------------------------------------------------------------------------------------------------ the script
 
 require_hardware = partial(require_memory, plans=plan_sft)
-SCRIPT = Script(main, parse_dialogue, count_tokens, require_hardware)
+SCRIPT = Script(main, parse_dialogue, count_tokens, require_hardware, list_oddities)
 
 if __name__ == "__main__":
     run_training(SCRIPT, *command_line(SFTConfig, __doc__))

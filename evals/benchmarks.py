@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data import listed_options, parse_task, read_options
+from data import add_options, bare_options, listed_in_other_order, listed_options, parse_task, read_options
 from episode import Task
 from runtime.answers import LEAD, LETTERS, letters_of, score_answer, unboxed
 from runtime.api import Judge
@@ -144,26 +144,13 @@ def _toy(row: dict, i: int, files: Files) -> Item:
 def _choice(id: str, question: str, options: Sequence[str], gold: str, video: str) -> Item:
     """Make a multiple-choice item. Its options may be bare, already lettered, or part of the question."""
     question = question.strip()
-    options = _bare(read_options(options))
+    options = bare_options(read_options(options))
     gold = gold.strip("() .").upper()
-    listed = listed_options(question)
-    if not listed or not {option.strip(" \t;,") for option in options} <= set(listed):
-        question += "".join(f"\n{letter}. {option}" for letter, option in zip(LETTERS, options))
-    options = options or listed
+    question = add_options(question, options)
+    options = options or listed_options(question)
     if gold != UNANSWERABLE and gold not in letters_of(options):
         raise RowError(f"its answer {gold!r} is none of its {len(options)} options; hidden answers cannot be graded")
     return Item(Task(id, question, (video,), "mcq", gold, options))
-
-
-def _bare(options: tuple[str, ...]) -> tuple[str, ...]:
-    """Strip the letters from the options if every option has its own."""
-    bare = []
-    for letter, option in zip(LETTERS, options):
-        lettered = re.fullmatch(rf"\(?{letter}\)?[.:)]\s*(.*)", option, re.S)  # "(A) red", "A. red"
-        if not lettered:
-            return options
-        bare.append(lettered[1])
-    return tuple(bare)
 
 
 def _without_fillers(options: list[str | None]) -> list[str]:
@@ -271,7 +258,15 @@ def load_split(name: str, root: str, limit: int = 0) -> list[Item]:
     repeated = len(items) - len({item.task.id for item in items})
     if repeated:  # results are stored by id
         raise DataError(f"{root}: {repeated} items of {name} have the id of another one. {hint}")
+    _note_other_order(name, [item.task for item in items])
     return items
+
+
+def _note_other_order(name: str, tasks: list[Task]) -> None:
+    """Tell if questions list their options under other letters than the dataset. Its letter is the gold."""
+    unlike = [task.id for task in tasks if listed_in_other_order(task.question, task.options)]
+    if unlike:
+        print(f"  note    {name}: {len(unlike)} questions list their options in another order, such as {unlike[0]}")
 
 
 def _question_files(name: str, root: str) -> list[Path]:

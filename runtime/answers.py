@@ -253,6 +253,11 @@ def parse_span(text: str) -> tuple[float, float] | None:
     return (start, end) if start <= end else None
 
 
+def count_times(text: str) -> int:
+    """Count the times that a text names, as parse_span reads them. A span has two."""
+    return len(re.findall(_TIME, re.sub(_NO_TIMES, " ", unboxed(text))))
+
+
 def seconds_of_time(time: re.Match) -> float:
     """Return the seconds of a match of _TIME. Parts that the time does not have count as 0."""
     part = {name: float(number or 0) for name, number in time.groupdict().items()}

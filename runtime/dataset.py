@@ -151,7 +151,8 @@ class Dataset:
         for source in cfg.sources:
             pool = self._first if source.first else self._mixture
             pool.append((source, Rows(source.path)))
-        opened = [rows for _, rows in self._first + self._mixture]
+        pools = self._first + self._mixture
+        opened = [rows for _, rows in pools]
         self.total = sum(len(rows) for rows in opened)
         self.bad: dict[str, str] = {}  # the row's name -> why it cannot be used
         self._rows_in_share = 0  # different rows in this rank's share: first of one epoch, then more, at most all
@@ -162,6 +163,10 @@ class Dataset:
         self._names = {path: path.name if files_called[path.name] == 1 else path for path in paths}
         self._epoch = None  # the epoch whose order is in memory
         self._order = np.zeros((2, 0), int)
+        for (source, rows), count in zip(pools, _draws(pools)):
+            if not count:
+                rule = "gives none; raise the weight, or leave the file out"
+                raise DataError(f"{source.path}: weight = {source.weight:g} of its {len(rows)} rows {rule}")
         if not len(self):
             raise DataError("data.sources have no rows, apart from those read `first`")
 
@@ -222,7 +227,7 @@ class Dataset:
         rng = np.random.default_rng([self.cfg.seed, epoch + 1])
         columns = []
         for place, ((_, rows), count) in enumerate(zip(pool, _draws(pool))):
-            copies, rest = divmod(count, max(1, len(rows)))
+            copies, rest = divmod(count, len(rows))
             some = rng.permutation(len(rows))[:rest]  # for weight 0.5, a random half
             drawn = np.concatenate([*[np.arange(len(rows))] * copies, some])
             columns.append(np.stack([np.full(len(drawn), place), drawn]))

@@ -19,6 +19,7 @@ import os
 import signal
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -178,6 +179,7 @@ class Script:
     parse: Callable[[dict, str, Path], Any]  # (row, its name, where relative paths start) -> a Task or a Dialogue
     count_tokens: Callable[[Any, RunConfig, Renderer, Videos], int]  # encodes a parsed row
     require_hardware: Callable[[RunConfig, bool], None]  # (cfg, dry): shows the memory plan; refuses what does not fit
+    list_oddities: Callable[[Any], list[str]] = lambda item: []  # of a parsed row; --check-data counts them
 
 
 def run_training(script: Script, cfg: RunConfig, args: argparse.Namespace) -> NoReturn:
@@ -243,8 +245,8 @@ def open_start(cfg: RunConfig) -> tuple[Path, Renderer]:
 
 
 def read_all_rows(cfg: RunConfig, script: Script) -> int:
-    """Read every row of `data` and `val`, open its files and encode it. Print counts and the first bad rows. Return 1 if any is
-    bad."""
+    """Read every row of `data` and `val`, open its files and encode it. Print counts, oddities and the first bad rows. Return 1 if
+    any is bad."""
     _, renderer = open_checkpoint(cfg.policy.checkpoint, cfg.visual, cfg.prompts, weights=False)
     files = []
     for data in filter(None, (cfg.data, cfg.val)):
@@ -253,22 +255,28 @@ def read_all_rows(cfg: RunConfig, script: Script) -> int:
     with Videos(cfg.workers) as videos, ThreadPoolExecutor(2 * cfg.workers) as readers:
         encode = partial(script.count_tokens, cfg=cfg, renderer=renderer, videos=videos)
         for rows, root in files:
-            read = partial(read_row, rows=rows, root=Path(root or rows.path.parent), parse=script.parse, encode=encode)
+            read = partial(read_row, rows=rows, root=Path(root or rows.path.parent), script=script, encode=encode)
             results = list(progress_bar(readers.map(read, range(len(rows))), total=len(rows), unit="row"))
-            lengths = [tokens for tokens, _ in results]
-            bad = [f"  row {i}: {reason}" for i, (_, reason) in enumerate(results) if reason]
+            lengths = [tokens for tokens, _, _ in results]
+            bad = [f"  row {i}: {reason}" for i, (_, reason, _) in enumerate(results) if reason]
+            oddities = Counter(oddity for _, _, oddities in results for oddity in oddities)
             longest = max(lengths, default=0)
             print(f"{rows.path}: {len(rows)} rows, {len(bad)} unusable; {sum(lengths)} tokens, at most {longest}")
+            for oddity, count in oddities.items():
+                print(f"  note    {count} rows with {oddity}")
             for line in bad[:10]:
                 print(line)
                 status = 1
     return status
 
 
-def read_row(i: int, rows: Rows, root: Path, parse: Callable, encode: Callable[[Any], int]) -> tuple[int, str]:
-    """Return how many tokens a row has, and why it cannot be used ("" if it can)."""
+def read_row(
+    i: int, rows: Rows, root: Path, script: Script, encode: Callable[[Any], int]
+) -> tuple[int, str, list[str]]:
+    """Return how many tokens a row has, why it cannot be used ("" if it can), and what is odd about it."""
     try:
         with row_errors():
-            return encode(parse(rows[i], f"{rows.path.name}:{i}", root)), ""
+            item = script.parse(rows[i], f"{rows.path.name}:{i}", root)
+            return encode(item), "", script.list_oddities(item)
     except RowError as error:
-        return 0, str(error)
+        return 0, str(error), []

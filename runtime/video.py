@@ -317,7 +317,7 @@ class Videos(AbstractContextManager):
             self._idle.put(None)
         self._lock = threading.Lock()  # guards everything below
         self._workers: set[_Worker] = set()
-        self._closed = False
+        self.closed = False
         self._cache: OrderedDict[tuple, Future] = OrderedDict()  # least recently used first; not done: being made
         self._cached_bytes = 0
         self._bad: dict[Identity, str] = {}  # the quarantine: file -> what is wrong with it
@@ -370,7 +370,7 @@ class Videos(AbstractContextManager):
 
     def close(self) -> None:
         with self._lock:
-            self._closed = True
+            self.closed = True
             for worker in self._workers:
                 worker.stop()
 
@@ -419,7 +419,7 @@ class Videos(AbstractContextManager):
             good, value = worker.request((verb, identity[0], *arguments))
         finally:
             self._idle.put(worker)
-        if self._closed:  # close() killed the worker, so the file is not at fault
+        if self.closed:  # close() killed the worker, so the file is not at fault
             raise VideoError(path, "Videos is closed: close it after its users are done")
         if not good:
             # A file that only fails to `decode` is damaged in one place, and can be good elsewhere.
@@ -438,7 +438,7 @@ class Videos(AbstractContextManager):
             new = _Worker(self._timeout)
             self._workers.discard(worker)
             self._workers.add(new)
-            if self._closed:
+            if self.closed:
                 new.stop()
         return new
 

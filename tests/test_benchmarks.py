@@ -170,6 +170,21 @@ def test_mlvu_gold_is_a_letter_or_a_text_and_options_are_not_listed_twice(tmp_pa
     assert len({item.task.id for item in items}) == 4
 
 
+def test_options_in_another_order_than_the_questions_are_told_once(tmp_path, load, capsys):
+    rows = []
+    for listed in ("(A) one\n(B) two", "(A) two\n(B) one", "B. one\nA. two", "(A) two (B) one"):
+        row = {"video_name": "a.mp4", "task_type": "count", "answer": "B", "candidates": ["one", "two"]}
+        rows.append(row | {"question": f"How many?\n{listed}"})
+    parquet(tmp_path / "mlvu/test-00000-of-00001.parquet", rows)
+    touch(tmp_path, "a.mp4")
+    items = load("mlvu")
+    assert [item.task.question.count("one") for item in items] == [1, 1, 2, 1]
+    told = "  note    mlvu: 2 questions list their options in another order, such as count-1\n"
+    assert capsys.readouterr().out == told
+    load("mlvu", limit=1)
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.parametrize("options", [{"A": "one", "B": "two"}, '["one", "two"]', ["one", 2], ["x"] * 11])
 def test_options_that_are_no_list_of_texts_are_refused(tmp_path, load, monkeypatch, options):
     """Past bug: such a split was asked with options "A. A, B. B", or "A. [", and ended with a table."""

@@ -25,7 +25,7 @@ from rl import RLConfig, Sampler
 from rl import count_tokens as count_prompt
 from rollout import AgentContext, RolloutConfig, ask_subagent, overview
 from runtime import config, dataset
-from runtime.dataset import DataConfig, Dataset, RowError, Rows, Source, row_errors
+from runtime.dataset import DataConfig, DataError, Dataset, RowError, Rows, Source, row_errors
 from runtime.packing import best_fit
 from runtime.policy import PolicyConfig
 from runtime.script import read_all_rows, read_row
@@ -259,10 +259,10 @@ def test_an_rl_row_becomes_a_task_without_what_parquet_fills_up(video, tmp_path)
     pq.write_table(pa.Table.from_pylist([rl(video) | {"extra_info": info} for info in infos]), tmp_path / "rl.parquet")
     rows = Rows(tmp_path / "rl.parquet")
     assert rows[1]["extra_info"] == {"answer": "x", "question_type": None, "options": None, "id": None}
-    assert parse_task(rows[0], "rl:0", tmp_path) == Task("one", "Which?", (video,), "mcq", "B", ("x", "y"))
+    assert parse_task(rows[0], "rl:0", tmp_path) == Task("one", "Which?\nA. x\nB. y", (video,), "mcq", "B", ("x", "y"))
     assert parse_task(rows[1], "rl:1", tmp_path) == Task("rl:1", "Which?", (video,), "oe", "x")  # the published default
     row = rl(video, answer=0) | {"videos": [{"video": video}] * 2}
-    row["prompt"].insert(0, {"role": "user", "content": "Hello."})  # the question is the last user message
+    row["prompt"].insert(0, {"role": "system", "content": "Hello."})  # RL has its own system prompt
     task = parse_task(row, "rl:2", tmp_path)
     assert (task.question, task.answer) == ("Which?", "0")
 
@@ -329,13 +329,117 @@ def test_a_gold_may_be_written_in_many_ways(video):
         assert parse_task(rl(video, answer=gold, question_type="tvg"), "rl:0", Path("/")).answer == str(gold)
 
 
-def test_a_question_type_may_be_spelled_in_many_ways_and_an_unknown_one_is_open_ended_and_reported_once(video, caplog):
-    """The release treats unknown types as open-ended."""
+@pytest.mark.parametrize(
+    "asked, options, shown",
+    [
+        ("Which?", ["red", "blue"], "Which?\nA. red\nB. blue"),
+        ("Which?", ["(A) red", "(B) blue"], "Which?\nA. red\nB. blue"),
+        ("Which?\nA. red", ["red", "blue"], "Which?\nA. red\nA. red\nB. blue"),  # one line is no list
+        ("Which? (A) red (B) blue", ["red", "blue"], "Which? (A) red (B) blue"),
+        ("Which?\nA) red;\nB) a\nC) blue", ["red ", "a"], "Which?\nA) red;\nB) a\nC) blue"),
+        ("Which?\nA. red\ncar\nB. bus", ["red\ncar", "bus"], "Which?\nA. red\ncar\nB. bus"),
+    ],
+)
+def test_the_model_sees_every_option_once(video, asked, options, shown):
+    row = rl(video, answer="B", options=options) | {"prompt": [{"role": "user", "content": asked}]}
+    assert parse_task(row, "rl:0", Path("/")).question == shown
+
+
+def test_a_question_type_may_be_spelled_in_many_ways_and_an_unknown_one_is_reported_once(video, caplog):
+    """The release treats unknown types as open-ended. Its rows have no `options`."""
     for name, kind, gold in (("Multiple-choice", "mcq", "B"), ("temporal grounding", "tvg", "[3, 7]")):
         assert parse_task(rl(video, answer=gold, question_type=name), "rl:0", Path("/")).kind == kind
     for _ in range(2):
         assert parse_task(rl(video, answer="B", question_type="essay"), "rl:0", Path("/")).kind == "oe"
-    assert caplog.messages == ["question_type = 'essay': unknown, so such questions count as open-ended"]
+        assert parse_task(rl(video, answer="B", question_type="essay", options=["x", "y"]), "", Path("/")).kind == "mcq"
+    [said] = caplog.messages
+    assert "question_type = 'essay'" in said and "as mcq if the row has options, otherwise as open-ended" in said
+
+
+# ------------------------------------------------------------------------------------------------ what would be ignored
+
+
+def says(**message) -> list[dict]:
+    """Return an SFT row's messages, of which the assistant's has these fields."""
+    return [{"role": "user", "content": "q"}, SAID | message]
+
+
+def asks(*parts) -> list[dict]:
+    return [{"role": "user", "content": parts[0] if len(parts) == 1 else list(parts)}, SAID]
+
+
+def turns(*contents) -> list[dict]:
+    """Return an RL row's messages: the user's and the assistant's in turn."""
+    return [{"role": role, "content": content} for role, content in zip(["user", "assistant"] * 2, contents)]
+
+
+FILM = {"type": "video", "video": __file__}
+LISTED = turns("<video>Which?\nA. red\nB. blue")
+MCQ = {"answer": "B", "options": ["red", "blue"]}
+TVG = {"question_type": "tvg"}
+
+
+# A row, as columns of an SFT row or as (columns, extra_info) of an RL row, and what its refusal says. "": it is accepted.
+@pytest.mark.parametrize(
+    "row, refusal",
+    [
+        # RL: media and turns that nobody would see.
+        (({"images": ["a.png"]}, {}), r"`images` = \['a.png'\]: RL shows only videos; remove the column"),
+        (({"audios": ["a.wav"]}, {}), "`audios` = "),
+        (({"objects": {"ref": [], "bbox": [[1, 2, 3, 4]]}}, {}), "`objects` = "),
+        (({"images": [], "audios": None, "objects": {"ref": [], "bbox": []}}, {}), ""),
+        (({"prompt": turns("<image>Which?")}, {}), "<image>: RL shows only videos"),
+        (({"prompt": turns("<video><video>Which?")}, {}), "2 <video> in the question, but `videos` names 1"),
+        (({"prompt": turns("Which?")}, {}), ""),
+        (({"prompt": turns("Hi.", "Hello.", "Which?")}, {}), r"`prompt` has the turns \['user', 'assistant', 'user'\]: RL asks one"),
+        (({"prompt": [*turns("Hi."), *turns("Which?")]}, {}), r"`prompt` has the turns \['user', 'user'\]"),
+        (({"prompt": turns("Which?", "<think>")}, {}), r"`prompt` has the turns \['user', 'assistant'\]"),
+        (({"prompt": [{"role": "system", "content": "old"}, *turns("Which?")]}, {}), ""),
+        (({"prompt": turns("<video>\n ")}, {}), "`prompt` has no user message with text"),
+        # RL: options under other letters, and golds that are none, or several.
+        (({"prompt": LISTED}, MCQ), ""),
+        (({"prompt": LISTED}, {"answer": "blue", "options": ["blue", "red"]}), r"options = \['blue', 'red'\]: .* another order"),
+        (({"prompt": LISTED}, {"answer": "B", "options": ["(A) blue", "(B) red"]}), "options = .* another order"),
+        (({"prompt": LISTED}, {"answer": "A", "options": ["blue"]}), "options = .* another order"),
+        (({"prompt": LISTED}, {"answer": "x", "options": ["blue", "red"], "question_type": "oe"}), ""),
+        (({}, {"answer": "green", "question_type": "essay", "options": ["red", "blue"]}), "the answer of an mcq"),
+        (({}, {"answer": float("nan")}), "answer = nan"),
+        (({}, {"answer": float("nan")} | TVG), "answer = nan"),
+        (({}, {"answer": "nan"} | TVG), "answer = 'nan': .* must be a span"),
+        (({}, {"answer": [12.5, float("nan")]} | TVG), "must be a span"),
+        (({}, {"answer": [[1, 2], [5, 6]]} | TVG), r"answer = '\[\[1, 2\], \[5, 6\]\]': .* must be one span"),
+        (({}, {"answer": "1.5 - 2.5, 00:05 to 00:06"} | TVG), "must be one span"),
+        (({}, {"answer": [[1, 2]]} | TVG), ""),
+        (({}, {"answer": "12.5 - 20.1, of 60 s"} | TVG), ""),
+        # SFT: what a message says beside its text.
+        ({"messages": says(reasoning_content="I look.")}, "`reasoning_content`: write it into its content"),
+        ({"messages": says(loss=False)}, "`loss` = False: SFT trains on every turn"),
+        ({"messages": says(weight=0)}, "`weight` = 0: SFT trains on every turn"),
+        ({"messages": says(weight=1, loss=True)}, ""),
+        ({"messages": says(weight=None, loss=None, reasoning_content=None, tool_calls=None)}, ""),
+        ({"messages": [asks("q")[0] | {"loss": False}, SAID]}, ""),  # no user's turn is trained on
+        ({"messages": says(content=" \n")}, "a turn of the assistant is empty"),
+        ({"messages": says(content=None)}, "a turn of the assistant is empty"),
+        ({"messages": asks({"type": "text", "text": "q", "video": __file__}, "q")}, "a part has `text` and `video`: make two parts"),
+        ({"messages": asks(FILM | {"text": "q"}, "q")}, "a part has `text` and `video`"),
+        ({"messages": asks(FILM | {"text": None}, {"type": "text", "text": "q", "video": None, "video_url": {"url": None}})}, ""),
+        ({"messages": asks({"text": "q"})}, "`content` = .'text': 'q'.: must be a text or a list"),
+        ({"messages": asks(7)}, "`content` = 7: must be a text or a list"),
+    ],
+)  # fmt: skip
+def test_what_a_row_says_and_training_would_ignore_is_refused_by_name(video, row, refusal):
+    def read():
+        with row_errors():
+            if isinstance(row, dict):
+                return parse_dialogue(row, "sft:0", Path("/"))
+            columns, info = row
+            return parse_task(rl(video, **{"answer": "x"} | info) | columns, "rl:0", Path("/"))
+
+    if refusal:
+        with pytest.raises(RowError, match=refusal):
+            read()
+    else:
+        read()
 
 
 # ------------------------------------------------------------------------------------------------ hostile rows
@@ -381,7 +485,7 @@ def test_a_row_that_nobody_foresaw_costs_itself_and_is_named_with_what_it_raised
     assert sum(len(micro.bundles) for micro in batches.make(0, len(rows))) == 1
     encode = partial(count_row, cfg=cfg, renderer=toy_renderer, videos=videos)
     for i, why in enumerate(whys):
-        _, reason = read_row(i, Rows(path), trap, parse_dialogue, encode)
+        _, reason, _ = read_row(i, Rows(path), trap, SFT_SCRIPT, encode)
         assert why in reason
         assert batches.dataset.bad[f"sft.jsonl:{i}"] == reason
     traces = [record.exc_info[0] for record in caplog.records if record.exc_info]
@@ -482,6 +586,14 @@ def test_the_first_sources_are_read_once_before_the_mixture(mixture, tmp_path):
         Dataset(DataConfig((opening,)), number)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_source_that_gives_no_row_is_refused(mixture, tmp_path, first):
+    few = Source(write_jsonl(tmp_path / "c.jsonl", [{"n": i} for i in range(20)]), weight=0.02, first=first)
+    with pytest.raises(DataError, match="c.jsonl: weight = 0.02 of its 20 rows gives none"):
+        Dataset(DataConfig((*mixture.sources, few)), number)
+    assert numbers(Dataset(DataConfig((replace(few, weight=0.03), mixture.sources[0])), number), 0, size=1)
+
+
 def test_a_bad_row_is_named_once_and_skipped_and_too_many_stop_the_run(tmp_path, capsys):
     path = write_jsonl(tmp_path / "a.jsonl", [{"n": i, "bad": i in (3, 7)} for i in range(50)])
     seen = numbers(Dataset(DataConfig((Source(path),), max_bad_fraction=0.04), number), *range(30), size=5)
@@ -554,3 +666,25 @@ def test_check_data_counts_every_row_and_names_the_bad_ones(toy_dir, tmp_path, c
     assert re.search(r"  row 1: .*gone.mp4: no such file.*\n  row 2: \d+ tokens, more than pack_tokens = 2000\n", told)
     assert re.search(r"good.jsonl: 1 rows, 0 unusable; \d+ tokens", told)
     assert read_all_rows(replace(cfg, data=good, val=None), SFT_SCRIPT) == 0
+
+
+def test_check_data_counts_what_is_odd_about_usable_rows(toy_dir, tmp_path, capsys):
+    """It is often a mistake, but the toy builds it in on purpose."""
+    overrides = [f"policy.checkpoint={toy_dir}/model", f"run={tmp_path}/run", "decoders=1"]
+    cfg = config.load(SFTConfig, REPO / "configs" / "toy_sft.yaml", overrides)
+    asked = {"role": "user", "content": "q"}
+    called, unread = ({"role": "assistant", "content": text} for text in (CALL * 2, "<tool_call>{</tool_call>"))
+    reply = {"role": "tool", "content": "r"}
+    told = []
+    odd = [[asked, called, reply, SAID], [asked, unread], [asked, unread, reply, SAID]]
+    for rows in (odd, [[shows("train00000.mp4"), called, reply, reply, SAID]]):
+        path = write_jsonl(tmp_path / "odd.jsonl", [{"messages": messages} for messages in rows])
+        data = DataConfig((Source(path),), video_root=f"{toy_dir}/videos")
+        assert read_all_rows(replace(cfg, data=data, val=None), SFT_SCRIPT) == 0
+        told.append(capsys.readouterr().out.splitlines()[1:])
+    counts = [
+        "2 rows with fewer replies than calls",
+        "3 rows with no frame",
+        "2 rows with a call that cannot be parsed",
+    ]
+    assert told == [[f"  note    {count}" for count in counts], []]

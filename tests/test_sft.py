@@ -1,5 +1,6 @@
 """The cold start: its loss equals a plain reference, ranks and kills do not change it, and bad batches are reported."""
 
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -14,9 +15,10 @@ import sft
 from data import parse_dialogue
 from runtime import config
 from runtime.checkpoints import load_policy
-from runtime.dataset import DataError, Dataset
+from runtime.dataset import DataError, Dataset, RowError
 from runtime.packing import Bundle
 from runtime.policy import PolicyOutput
+from runtime.video import Videos
 from sft import TOKEN_KINDS, SFTConfig, batch_loss, target_kinds
 from tools import TOOLS
 
@@ -184,6 +186,30 @@ def test_unusable_rows_cost_themselves_only(toy_dir, toy_renderer, tmp_path, vid
     assert usable + len(reasons) == 72
     assert any(victim.name in reason for reason in reasons)
     assert any("more than pack_tokens = 380" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("agent, said, refused", [
+    ("main", '<tool_call>{"name": "crop_video", "arguments": {}}</tool_call>', ""),
+    ("main", '<tool_call>{"name": "search", "arguments": {}}</tool_call>', r"'search': this agent is offered \['crop_video'\]"),
+    ("main", "<tool_code>print(search(query='x'))</tool_code>", "a call of 'search'"),
+    ("main", "<tool_call>search</tool_call>", ""),  # --check-data counts it
+    ("direct", '<tool_call>{"name": "crop_video", "arguments": {}}</tool_call>', r"'crop_video': this agent is offered \[\]"),
+])  # fmt: skip
+def test_a_call_of_a_tool_that_is_not_offered_is_refused(toy_renderer, videos, schemas, agent, said, refused):
+    messages = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": said}]
+    dialogue = parse_dialogue({"messages": messages, "agent": agent}, "rows:0", Path("/"))
+    with pytest.raises(RowError, match=refused) if refused else contextlib.nullcontext():
+        sft.encode_dialogue(dialogue, videos, toy_renderer, schemas)
+
+
+def test_an_ending_run_reports_no_rows(toy_dir, toy_renderer, tmp_path, capsys):
+    """Past bug: when a run ended, the rows that its look-ahead was reading were reported as unusable."""
+    cfg = config.load(SFTConfig, sft_config(tmp_path / "run.yaml", toy_dir))
+    with Videos(1) as videos:
+        batches = sft.Batches(cfg.data, cfg, videos, toy_renderer)
+    with pytest.raises(RowError, match="Videos is closed"):
+        batches.make(0)
+    assert not batches.dataset.bad and "unusable" not in capsys.readouterr().err
 
 
 def test_a_step_without_a_usable_row_is_refused(toy_dir, tmp_path):
