@@ -24,8 +24,8 @@ Published SFT rows write the same turns in several ways. A Dialogue has the form
     agent          the optional column `agent`: main, direct or sub; with `request` and `system`, a sub-agent's prompts
 
 `origin` (file:row) names a row without an id, and relative paths start at `root`. `prompt`, `extra_info`, `messages` and an RL
-row's `videos` may also be JSON strings. A row that cannot be used, or that says what training would ignore, raises RowError. runtime/dataset.py
-streams the rows, and `--check-data` checks them.
+row's `videos` may also be JSON strings. A row that cannot be used, or that says what training would ignore, raises RowError.
+runtime/dataset.py streams the rows, and `--check-data` checks them.
 
 Deliberately missing: prompts. A row's system prompt is dropped, because SFT, RL and evaluation share runtime/prompts.py.
 """

@@ -43,7 +43,7 @@ from rollout import (
     sample_turn,
 )
 from runtime.answers import ANSWER, LETTERS, final_answer, last_answer, parse_span, unboxed
-from runtime.calls import parse_calls
+from runtime.calls import MAX_DEPTH, is_deeper, parse_calls
 from runtime.config import read_tree
 from runtime.engine import EngineError
 from runtime.prompts import Live
@@ -397,6 +397,8 @@ def parse_zoom(text: str, turn: int) -> Call | None:
         return None
     try:
         [request] = map(json.loads, re.findall(r"\{.*?\}", text.rpartition("<video_zoom>")[2], re.S))
+        if is_deeper(request, MAX_DEPTH):
+            raise ValueError("nested too deep")
         start, end = request["segment"]
         return Call(turn, "video_zoom", {"start": start, "end": end, "fps": request["fps"]})
     except (ValueError, KeyError, TypeError, RecursionError):

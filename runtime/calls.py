@@ -68,17 +68,17 @@ def _read_json(body: str, turn: int) -> Call:
 
 def _make_call(turn: int, written: dict[str, Any]) -> Call:
     """Return the call, which is unparseable if it is nested too deep."""
-    if _is_deeper(written, MAX_DEPTH):
+    if is_deeper(written, MAX_DEPTH):
         return _unparseable(turn)
     return Call(turn, written["name"], written["arguments"])
 
 
-def _is_deeper(value: Any, levels: int) -> bool:
+def is_deeper(value: Any, levels: int) -> bool:
     """Return whether lists and dicts are nested more than so many levels deep."""
     if not isinstance(value, list | dict):
         return False
     parts = value.values() if isinstance(value, dict) else value
-    return levels == 0 or any(_is_deeper(part, levels - 1) for part in parts)
+    return levels == 0 or any(is_deeper(part, levels - 1) for part in parts)
 
 
 # CPython's parser counts its depth per interpreter, not per thread, so two at once can raise a SystemError.

@@ -287,6 +287,10 @@ FLOWS = {
         ['<video_zoom> {"fps": 1} {"segment": [0, 1]} </video_zoom>', BOX], [..., zoomed(NO_REQUEST, "repair")],
         [("unparseable", None)], "A",
     ),
+    "video_zoomer: a deep one": (
+        [zoom(0, 1, 500 * "[" + 500 * "]"), BOX], [..., zoomed(NO_REQUEST, "repair")],
+        [("unparseable", None)], "A",
+    ),
     "video_zoomer: segments are clamped to the video, and may be empty": (
         [zoom(58, 70, 0.25), zoom(5, 5.5, 1), zoom(20, 10, 1), "x" + END],
         [..., zoomed("<frame0_time58.00s>#<frame1_time59.00s>#<frame2_time59.50s>#"), zoomed(""), zoomed("")],
