@@ -52,7 +52,8 @@ LEGEND = """
 A cell: the score in percent, and the gain in points over {baseline} on the items of both, with its 95 % interval (a paired
 bootstrap over videos). The gain is over the baseline's first arm, at the same K if it has that.
 tagged: the share of items whose answer stands where its protocol asks for it: anywhere for `direct`, in closed tags for the
-others. Answers in prose also count as right, as in the published run; with --tagged they do not.
+others. Other answers also count, as far as the run's grading.untagged_answer reads them (prose, the default: anywhere after the
+thought, much as in the published run); with --tagged they do not.
 Models of other authors are asked with our prompts, unless their run names a prompt_file."""
 
 
@@ -190,8 +191,9 @@ TITLES = {"stages": "A. Training stages", "components": "B. Components", "dispat
 ABLATION_LEGEND = """
 
 f, f_release, kappa: means over a training's steps. A start has those of the first step of plain GRPO from it.
-f_release: f by the released code, on the sampled text, which lacks a forced <think>. The paper's f is on this scale.
-Answers in prose count, as in the published scores."""
+f_release: f by the released code, on the sampled text, which lacks a forced <think>. The paper's f is on this scale, on which
+well-formed text after a forced <think> has at most 0.50.
+Answers outside the tags count, as far as the evaluation's grading.untagged_answer reads them."""
 
 
 def ablation_tables(trainings: str, evaluations: str) -> str:

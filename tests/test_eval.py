@@ -672,7 +672,8 @@ def test_every_command_in_a_config_is_one_that_loads():
             commands.append(file)
             load(REPO / file, *(word for word in words if word != "--dry-run"))
     files = {str(path.relative_to(REPO)) for path in CONFIGS.rglob("*.yaml")}
-    assert set(commands) == files - {"configs/eval/base.yaml", "configs/eval/published.yaml"}
+    assert set(commands) <= files
+    assert len(set(commands)) >= 28  # all but base.yaml and published.yaml, and those of a fork
 
 
 def test_every_model_of_rl_has_a_command_that_asks_it_as_it_was_trained():
@@ -685,7 +686,10 @@ def test_every_model_of_rl_has_a_command_that_asks_it_as_it_was_trained():
         base = re.search(r"^base: (\S+)", text, re.M)
         if "sft" in path.name or base and "think_prefix" not in text and re.search("_(2b|4gpu|2nodes|tp4)", path.name):
             continue  # the same training in another folder
-        [command] = re.findall(r"python eval\.py (configs/.*)", text)
+        commands = re.findall(r"python eval\.py (configs/.*)", text)
+        if not commands:
+            continue  # a fork's config. The count below finds out if one of ours has lost its command
+        [command] = commands
         file, *words = shlex.split(command)
         trained, asked = config.load(RLConfig, path), with_names(load(REPO / file, *words))
         assert asked.checkpoint == f"{trained.run}/model"
@@ -693,7 +697,7 @@ def test_every_model_of_rl_has_a_command_that_asks_it_as_it_was_trained():
         for name in ("tools", "tool_return"):
             assert getattr(asked.rollout, name) == getattr(trained.rollout, name), (path.name, name)
         assert asked.rollout.think_prefix in (None, trained.rollout.think_prefix), path.name
-    assert len(set(seen)) == len(seen) >= 24  # each has a run and a row of the table of its own
+    assert len(set(seen)) == len(seen) >= 84  # each has a run and a row of the table of its own
 
 
 @pytest.mark.parametrize(

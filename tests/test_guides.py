@@ -43,10 +43,16 @@ class Fork:
         self.diffs = [text for kind, text in blocks if kind == "diff"]
         self.files = [text for kind, text in blocks if kind in ("yaml", "python")]
         self.commands = [text for kind, text in blocks if kind == "sh"]
+        self.snippets = [text for kind, text in blocks if kind == "py"]
+        self.rows = [json.loads(text) for kind, text in blocks if kind == "json"]
 
     def change(self) -> None:
-        """Apply the guide's diffs. Write its configs and tests to the path in their first line."""
+        """Apply the guide's diffs, except those that this repository has already. Write its configs and tests to the path in
+        their first line."""
         for diff in self.diffs:
+            undo = ["patch", "-p1", "--reverse", "--force", "--dry-run"]
+            if subprocess.run(undo, cwd=self.root, input=diff, text=True, capture_output=True).returncode == 0:
+                continue
             told = subprocess.run(["patch", "-p1"], cwd=self.root, input=diff, text=True, capture_output=True)
             assert told.returncode == 0, f"{told.stdout}\n{diff}"
         for text in self.files:
@@ -75,6 +81,16 @@ class Fork:
 @pytest.fixture
 def fork(tmp_path, toy_dir):
     return lambda guide: Fork(tmp_path, toy_dir, guide)
+
+
+@pytest.mark.parametrize("guide", ["add_a_tool.md", "add_a_reward.md", "add_a_dataset.md"])
+def test_a_fork_that_has_followed_a_guide_can_follow_it_again(fork, guide):
+    """These tests also run in such a fork."""
+    fork = fork(guide)
+    fork.change()
+    first = {path: path.read_text("utf-8") for path in fork.root.glob("*.py")}
+    fork.change()
+    assert first == {path: path.read_text("utf-8") for path in fork.root.glob("*.py")}
 
 
 # ---- a tool
@@ -112,10 +128,38 @@ def a_zoom_shows_the_quarter_around_its_point() -> None:
         assert frames.times == (10.0,) and frames.pixels.shape[2:0:-1] == CONTRACT.frame_size(640, 480)
 
 
-def test_a_tool_is_a_function_and_an_entry(fork):
+def a_search_returns_subtitles_with_their_times(code: str) -> None:
+    import tools
+    from episode import Call, Task
+
+    exec(code, vars(tools))
+    schema = {"video_path": "string", "text": "string"}
+    tools.TOOLS["search_subtitles"] = tools.make_tool(tools.search_subtitles, "Find what is said.", ["text"], schema)
+    first, second = "1\n00:00:01,000 --> 00:00:02,000\nA red flash.", "2\n00:00:05,000 --> 00:00:06,000\nNothing."
+    Path("said.srt").write_text(f"{first}\n\n{second}\n")
+
+    def search(video: str, **arguments) -> str:
+        call, task = Call(0, "search_subtitles", arguments), Task("t", "", (video,), "oe", "")
+        return tools.run_tool(call, task, ("search_subtitles",), None, None)
+
+    assert search("said.mp4", text="RED") == first
+    assert search("said.mp4", text="0") == f"{first}\n\n{second}"
+    assert search("said.mp4", text="blue") == "No subtitle has this text."
+    for mistake in ({"video": "silent.mp4", "text": "red"}, {"video": "said.mp4"}):
+        with pytest.raises(tools.ToolError, match="^This video has no subtitles, or text is missing"):
+            search(**mistake)
+
+
+def test_a_tool_is_a_function_and_an_entry(fork, toy_dir):
     fork = fork("add_a_tool.md")
     fork.change()
     fork.run(a_zoom_shows_the_quarter_around_its_point)
+    fork.run(partial(a_search_returns_subtitles_with_their_times, *fork.snippets))
+    # The toy's files stand for those of the demo.
+    demo = fork.root / "runs" / "demo" / "seed0"
+    (demo / "paragrpo").mkdir(parents=True)
+    (demo / "paragrpo" / "model").symlink_to(toy_dir / "model")
+    (demo / "sft-toy").symlink_to(toy_dir)
     assert "zoom_frame 10.0–10.0 s" in fork.shell(0)
     episode = json.loads((fork.root / "zoom.json").read_text("utf-8"))
     assert '"zoom_frame"' in episode["main"]["text"] and not episode["error_kind"]
@@ -164,6 +208,16 @@ def test_a_reward_is_a_weighted_part_and_logged_by_its_name(fork):
 # ---- a dataset
 
 
+def the_printed_rows_are_read(rl: dict, sft: dict) -> None:
+    from data import parse_dialogue, parse_task
+
+    task = parse_task(rl, "rl:0", Path("toy_data"))
+    assert (task.kind, task.answer, task.options) == ("mcq", "A", ("red", "blue"))
+    dialogue = parse_dialogue(sft, "sft:0", Path("toy_data"))
+    assert dialogue.question == "Which color flashes?" and dialogue.media[0].path == task.videos[0]
+    assert [turn["role"] for turn in dialogue.turns] == ["assistant", "tool", "assistant"]
+
+
 def rows_are_tasks_and_items() -> None:
     from dataclasses import replace
 
@@ -194,11 +248,20 @@ def test_a_dataset_is_rows_that_become_tasks_and_items(fork):
     fork = fork("add_a_dataset.md")
     fork.change()
     fork.shell(0)
+    fork.run(partial(the_printed_rows_are_read, *fork.rows))
     fork.run(rows_are_tasks_and_items)
     told = fork.shell(1)
     assert "mine.jsonl: 3 rows, 0 unusable" in told
     told = fork.shell(2)
     assert "ok      mine: 3 items, 30 episodes" in told and "MISSING" not in told
+    alone = [
+        "eval.py",
+        "configs/eval/toy_mine.yaml",
+        "checkpoint=toy_data/model",
+        "splits={mine: toy_data}",
+        "--dry-run",
+    ]
+    assert "toy: " in told and "toy: " not in fork.run(alone)
 
 
 # ---- a base model

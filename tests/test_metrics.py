@@ -13,6 +13,7 @@ from runtime.policy import PolicyConfig
 from runtime.render import END_OF_TURN
 from runtime.run import utilisation
 from study.lab import Characters, episode_of_turns
+from tools import TOOLS
 
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 16}}\n</tool_call>'
 CODE = "<tool_code>\ncrop_video(start_time=0, end_time=16)\n</tool_code>"
@@ -53,7 +54,7 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
     skipped.rewards = {"R": 1.0, "R_acc": 1.0}
     failed = Episode(task, 64, agent([], 0), error_kind="EngineError")
     groups = [Group(task, 4, [called, tried]), Group(task, 64, [skipped]), Group(task, 64, [failed])]
-    expected = {f"call_errors/{kind}": 0 for kind in CALL_ERRORS} | {
+    expected = {f"call_errors/{kind}": 0 for kind in CALL_ERRORS} | {f"calls/{name}": 0 for name in TOOLS} | {
         "failed_rate": 1 / 4, "R": 1, "R_acc": 2 / 3, "closure/think": 0.75, "kappa": 2 / 3, "kappa/K=4": 1, "kappa/K=64": 0,
         "calling_rate": 1 / 3, "parallel_rate": 1,
         "acc/K=4": 0.5, "acc/K=64": 1, "acc/K=4/called": 1, "acc/K=4/skipped": 0, "acc/K=64/skipped": 1,

@@ -87,7 +87,7 @@ def typed(desk, monkeypatch, capsys):
 MISTAKES = [  # the page has more
     # the command line and YAML
     ("a blank run", f"{SFT} run=\"' '\"", "run = ' ': the run would use the current folder; name a folder"),
-    ("an unknown tool", f"{SFT} tools=[crop]", "tools = ['crop']: not in tools.TOOLS; choose from crop_video"),
+    ("an unknown tool", f"{SFT} tools=[crop]", "tools = ['crop']: not in tools.TOOLS; choose from "),
     ("a kind of token that is none", f"{SFT} 'kind_weights={{color: 1}}'", "kind_weights = ['color']: not kinds of token; choose from prose, arguments, untagged_answer, answer, structure"),
     # checkpoints
     ("any folder", f"{SFT} policy.checkpoint=holiday", "holiday has no config.json: it is no checkpoint; a training leaves its own in RUN/model"),

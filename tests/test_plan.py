@@ -124,8 +124,8 @@ def test_an_unknown_checkpoint_is_told_what_the_plan_needs(tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json"):
         plan_training(PolicyConfig(str(tmp_path)), 8, 8192)
     # For another model of the hub, the plan does not use the family that an inherited config names.
-    with pytest.raises(FileNotFoundError, match="Qwen/Qwen3-VL-32B-Instruct: neither a folder nor a model on the hub"):
-        plan_training(PolicyConfig("Qwen/Qwen3-VL-32B-Instruct", family=EIGHT.checkpoint), 8, 8192)
+    with pytest.raises(FileNotFoundError, match="Qwen/Qwen3-VL-64B-Instruct: neither a folder nor a model on the hub"):
+        plan_training(PolicyConfig("Qwen/Qwen3-VL-64B-Instruct", family=EIGHT.checkpoint), 8, 8192)
     trained_later = PolicyConfig("runs/sft_8b/model", family=EIGHT.checkpoint)
     assert plan_training(trained_later, 8, 8192).total_gib == plan_training(EIGHT, 8, 8192).total_gib
     path = tiny.write(tmp_path / "model")
