@@ -288,7 +288,8 @@ def _hint(name: str, root: str) -> str:
     if not hub:
         return f"`python -m study.toy build {folder}` makes it."
     fetch = f"hf download {hub} --repo-type dataset --local-dir {folder}"
-    return f"`{fetch}` fetches the dataset; then unpack its archives (join their parts first), anywhere below it."
+    unpack = "then unpack its archives (join their parts first), anywhere below it"
+    return f"`{fetch}` fetches the dataset (if its page on the hub has terms, accept them first); {unpack}."
 
 
 # ------------------------------------------------------------------------------------------------ answers

@@ -72,7 +72,6 @@ def task_of(answer: str) -> Task:
 
 
 def main() -> None:
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process quietly
     parser = argparse.ArgumentParser("python -m study.lab", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("turns", nargs="+", metavar="TEXT", help="the assistant's text, one argument per turn")
     parser.add_argument("--answer", required=True, help="the gold answer")
@@ -99,4 +98,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process quietly
     main()
