@@ -48,7 +48,7 @@ LINES = {  # folder of a row of the toy -> its line; titles and colors are the R
     "gating": {"label": "+ nFrames Gating", "color": "#009e73"},
     "paragrpo": {"label": "PARA-GRPO", "color": "#b8639a"},
 }
-# Panels: key -> title. The page folds the curves of all other keys of metrics.jsonl.
+# Panels: key -> title. The page has them even if no value changes. It folds the curves of all other keys of metrics.jsonl.
 PANELS = {"accuracy": "accuracy", "calls": "κ: calls per episode", "well_formed": "exactly well-formed episodes"}
 CURVES = {"well_formed": PANELS["well_formed"], "kappa": PANELS["calls"], "f": "format reward f"}
 
@@ -61,6 +61,7 @@ class RunData:
     rows: list[dict[str, float]] = field(default_factory=list)  # a training's metrics by "step", an evaluation's by "K"
     episodes: list[dict] = field(default_factory=list)  # as the page shows them; siblings follow each other
     pictures: dict[str, str] = field(default_factory=dict)  # of their frames: a hash of the pixels -> a data URI
+    note: str = ""  # K of a training, or which arm of an evaluation is shown
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -75,11 +76,10 @@ def read_run_data(path: Path, model: Path | None = None) -> RunData:
         config = read_tree(path / "config.yaml")
         if (path / "metrics.jsonl").exists():  # of a training that has done a step
             run.rows = [json.loads(line) for line in results.whole_lines(path / "metrics.jsonl")]
-        by_k: dict[int, list[dict]] = {}  # the items of all splits
-        for result in results.read_run(path).values():
-            if result.arm == "parallel":
-                by_k.setdefault(result.k, []).extend(result.records)
-        run.rows += [{"K": k, **results.outcomes(records)} for k, records in by_k.items()]
+            run.note = k_of_training(config)
+        evaluated = [result for result in results.read_run(path).values() if result.records]
+        if evaluated:
+            add_evaluation(run, evaluated)
         files = sorted((path / "episodes").glob("*.jsonl"))
     if files:
         # Its episodes need the tokenizer of --model, or of the checkpoint that it started from or evaluated.
@@ -89,6 +89,32 @@ def read_run_data(path: Path, model: Path | None = None) -> RunData:
         renderer = Renderer(load_tokenizer(checkpoint), VisualContract.load(checkpoint))
         read_episodes(run, files, config, renderer)
     return run
+
+
+def k_of_training(config: dict) -> str:
+    """Say from which values a training draws K, if its config has them."""
+    try:
+        ks = config["gating"] or [config["visual"]["overview_frames"]]
+    except KeyError:  # of SFT, or of an older version
+        return ""
+    return f"K = {', '.join(map(str, ks))}"
+
+
+def add_evaluation(run: RunData, evaluated: list[results.Results]) -> None:
+    """Add the means of one arm over the items of all splits: a row per K."""
+    arms = sorted({result.arm for result in evaluated})
+    shown = "parallel" if "parallel" in arms else arms[0]  # another model has one arm, the name of its protocol
+    if arms != ["parallel"]:
+        run.note = ", not ".join([f"arm {shown}", *(arm for arm in arms if arm != shown)])
+    by_k: dict[int, list[dict]] = {}
+    for result in evaluated:
+        if result.arm == shown:
+            by_k.setdefault(result.k, []).extend(result.records)
+    for k, records in by_k.items():
+        row = {"K": k, **results.outcomes(records)}
+        if not any("f" in record for record in records):  # only our own agent has a rewarded format
+            del row["f"], row["well_formed"]
+        run.rows.append(row)
 
 
 def read_episodes(run: RunData, files: list[Path], config: dict, renderer: Renderer) -> None:
@@ -230,6 +256,10 @@ def points_of(runs: list[RunData], key: str, by: str) -> dict[str, dict[int, lis
     return values
 
 
+def line_of(name: str) -> dict[str, str]:
+    return LINES.get(name, {"label": name})
+
+
 def draw_panels(runs: list[RunData], panels: dict[str, str], by: str) -> Figure:
     """Draw panels (key -> title) side by side."""
     figure = Figure(figsize=(3.9 * len(panels), 2.9), layout="constrained")
@@ -238,7 +268,7 @@ def draw_panels(runs: list[RunData], panels: dict[str, str], by: str) -> Figure:
             x = sorted(values)
             mean = np.array([np.mean(values[i]) for i in x])
             std = np.array([np.std(values[i], ddof=1) if len(values[i]) > 1 else 0.0 for i in x])
-            [line] = axis.plot(x, mean, marker="o" if by == "K" else "", **LINES.get(name, {"label": name}))
+            [line] = axis.plot(x, mean, marker="o" if by == "K" else "", **line_of(name))
             axis.fill_between(x, mean - std, mean + std, color=line.get_color(), alpha=0.18, linewidth=0)
         axis.set_title(title, loc="left", fontsize=10)
         axis.set_xlabel("overview frames K" if by == "K" else by)
@@ -251,24 +281,63 @@ def draw_panels(runs: list[RunData], panels: dict[str, str], by: str) -> Figure:
     return figure
 
 
-def moving(runs: list[RunData], panels: dict[str, str], by: str) -> dict[str, str]:
-    """Return the panels whose values are not all equal."""
-    rows = [row for run in runs for row in run.rows if by in row]
-    return {key: title for key, title in panels.items() if len({row[key] for row in rows if key in row}) > 1}
-
-
-def draw_section(runs: list[RunData], panels: dict[str, str], by: str) -> list[dict]:
-    """Draw each panel that moves as a picture of its own, as the page shows it."""
-    drawn = []
-    for key, title in moving(runs, panels, by).items():
+def draw_groups(runs: list[RunData], panels: dict[str, str], by: str) -> dict[str, list[dict]]:
+    """Draw each panel as a picture of its own, as the page shows it. Group them by the prefix of their key, as in acc/K=4."""
+    groups: dict[str, list[dict]] = {}
+    for key, title in panels.items():
         figure = draw_panels(runs, {key: title}, by)
         file = io.BytesIO()
         figure.savefig(file, dpi=DPI)
         # A click is at an x between those of the picture's left and right edge.
         corners = [(0, 0), (figure.bbox.width, 0)]
         edges = figure.axes[0].transData.inverted().transform(corners)[:, 0].tolist()
-        drawn.append({"title": title, "by": by, "picture": data_uri(file), "edges": edges})
-    return drawn
+        prefix = key.split("/")[0] if "/" in key else ""
+        groups.setdefault(prefix, []).append({"title": title, "by": by, "picture": data_uri(file), "edges": edges})
+    return groups
+
+
+def draw_section(runs: list[RunData], panels: dict[str, str], by: str) -> dict:
+    """Draw the panels that have values. At a single step or K, make a table."""
+    runs = [run for run in runs if run.rows and by in run.rows[0]]
+    notes = [f"{line_of(run.name)['label']}: {run.note}" for run in runs if run.note]
+    shown = {key: title for key, title in panels.items() if points_of(runs, key, by)}
+    section = {"table": [], "groups": {}}
+    at = {int(row[by]) for run in runs for row in run.rows}
+    if len(at) == 1:
+        section["table"] = table_of(runs, panels, by, at.pop())
+    elif shown:
+        section["groups"] = draw_groups(runs, shown, by)
+        notes += [f"no values: {title}" for title in panels.values() if title not in shown.values()]
+    return section | {"note": "; ".join(dict.fromkeys(notes))}  # seeds say the same
+
+
+def table_of(runs: list[RunData], panels: dict[str, str], by: str, x: int) -> list[list[str]]:
+    """Return the rows of a table at one step or K: a header, then the means of the runs of each name."""
+    table = [[f"{by} = {x}", *panels.values()]]
+    for name in dict.fromkeys(run.name for run in runs):
+        cells = [line_of(name)["label"]]
+        for key in panels:
+            values = points_of(runs, key, by).get(name, {}).get(x, [])
+            deviation = f" ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else ""
+            cells.append(f"{np.mean(values):.2f}{deviation}" if values else "–")
+        table.append(cells)
+    return table
+
+
+def draw_others(runs: list[RunData]) -> dict:
+    """Draw the other metrics of trainings. The note has those that never change."""
+    rows = [row for run in runs for row in run.rows if "step" in row]
+    others = {key for row in rows for key in row} - CURVES.keys() - {"step", "time"}
+    constant = []
+    changing = {}
+    for key in sorted(others, key=lambda key: ("/" in key, key)):  # those without a prefix come first
+        values = {row[key] for row in rows if math.isfinite(row.get(key, math.nan))}
+        if len(values) > 1:
+            changing[key] = key
+        else:
+            constant.append(f"{key} {min(values, default=math.nan):g}")
+    note = f"never changes: {', '.join(constant)}" if constant else ""
+    return {"note": note, "table": [], "groups": draw_groups(runs, changing, "step")}
 
 
 # ------------------------------------------------------------------------------------------------ the page
@@ -283,27 +352,29 @@ def lead(runs: list[RunData]) -> str:
     if not common:
         return ""
     k = min(common)
-    start, plain, ours = (f"{np.mean(calls[n][k]):.2f} calls, {np.mean(right[n][k]):.2f} right" for n in three)
-    trained = f"accuracy-only GRPO ends with {plain}, PARA-GRPO with {ours}"
+    start, plain, ours = (
+        f"{100 * np.mean(right[name][k]):.0f} % right, {np.mean(calls[name][k]):.2f} calls" for name in three
+    )
+    trained = f"accuracy-only GRPO ends at {plain}, PARA-GRPO at {ours}"
     return f"What to see: from one cold start ({start} per episode with {k} frames), {trained}."
 
 
 def write_page(path: str | Path, runs: list[RunData]) -> None:
     """Write one self-contained HTML file."""
-    others = {key for run in runs for row in run.rows for key in row} - CURVES.keys() - {"step", "time"}
     pictures = {}
     shown = []
     for run in runs:
         if run.episodes:
             pictures |= run.pictures
-            shown.append(LINES.get(run.name, {"label": run.name}) | {"episodes": run.episodes})
+            shown.append(line_of(run.name) | {"episodes": run.episodes})
+    sections = {
+        "After training": draw_section(runs, PANELS, "K"),
+        "While training": draw_section(runs, CURVES, "step"),
+        "Other metrics": draw_others(runs),
+    }
     content = {
         "lead": lead(runs),
-        "sections": {
-            "After training": draw_section(runs, PANELS, "K"),
-            "While training": draw_section(runs, CURVES, "step"),
-            "Other metrics": draw_section(runs, {key: key for key in sorted(others)}, "step"),
-        },
+        "sections": {title: section for title, section in sections.items() if any(section.values())},
         "runs": shown,
         "pictures": pictures,
     }

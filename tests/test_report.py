@@ -101,17 +101,79 @@ def test_an_evaluation_is_a_point_per_k_on_the_line_of_its_training(tmp_path):
     assert report.points_of(runs, "f", "step") == {"grpo": {0: [1.0]}}
 
 
-def test_a_metric_that_never_moves_has_no_panel():
-    runs = [
-        RunData("a", [{"step": step, "f": step / 2, "lr": 0.1} for step in range(3)]),
-        RunData("b", [{"K": 4, "f": 1}]),
+@pytest.mark.parametrize(
+    ("arms", "note"), [(["parallel"], ""), (["none", "parallel"], "arm parallel, not none"), (["direct"], "arm direct")]
+)
+def test_an_evaluation_shows_one_arm_and_says_which(tmp_path, arms, note):
+    """Past bug: the page of another model, whose arm is its protocol, was a title on white."""
+    for arm in arms:
+        write_evaluation(tmp_path / "sft", 64, [arm == arms[-1], 0], arm=arm)
+    run = read_run_data(tmp_path / "sft")
+    assert [row["accuracy"] for row in run.rows] == [0.5]
+    assert run.note == note
+
+
+def test_an_evaluation_without_our_format_has_no_value_of_it(tmp_path):
+    file = write_evaluation(tmp_path / "qwen", 64, [1, 0], arm="direct") / "toy-K64-direct.jsonl"
+    file.write_text(file.read_text().replace('"f"', '"other"').replace('"well_formed"', '"other"'))
+    [_, row] = report.draw_section([read_run_data(tmp_path / "qwen")], report.PANELS, "K")["table"]
+    assert row == ["qwen", "0.50", "1.00", "–"]
+
+
+def test_at_one_k_outcomes_are_a_table_with_seeds_as_mean_and_deviation():
+    """Past bug: the page of one evaluation at one K was a title on white."""
+    runs = [RunData("sft", [{"K": 64, "accuracy": value, "calls": 1.0}]) for value in (0.5, 0.7)]
+    section = report.draw_section(
+        [*runs, RunData("own", [{"K": 64, "accuracy": 1.0, "calls": 0.0}])], report.PANELS, "K"
+    )
+    assert section["groups"] == {}
+    assert section["table"] == [
+        ["K = 64", *report.PANELS.values()],
+        ["cold start", "0.60 ± 0.14", "1.00 ± 0.00", "–"],
+        ["own", "1.00", "0.00", "–"],
     ]
-    assert report.moving(runs, {"f": "format", "lr": "rate", "mine": "absent"}, "step") == {"f": "format"}
+
+
+def test_outcomes_that_never_change_have_a_panel():
+    rows = [{"K": k, "accuracy": 1.0, "calls": 0.0, "well_formed": 1.0} for k in (4, 64)]
+    groups = report.draw_section([RunData("own", rows)], report.PANELS, "K")["groups"]
+    assert [panel["title"] for panel in groups[""]] == list(report.PANELS.values())
+
+
+def test_other_metrics_are_grouped_by_prefix_and_those_that_never_change_are_named():
+    rows = [
+        {"step": step, "f": 1.0, "val/f": step, "lr": 0.1, "acc/K=4": step, "acc/K=64": 1, "loss": step}
+        for step in range(2)
+    ]
+    others = report.draw_others([RunData("grpo", rows), RunData("sft", [{"K": 4, "accuracy": 1.0}])])
+    assert {prefix: [panel["title"] for panel in panels] for prefix, panels in others["groups"].items()} == {
+        "": ["loss"],
+        "acc": ["acc/K=4"],
+        "val": ["val/f"],
+    }
+    assert others["note"] == "never changes: lr 0.1, acc/K=64 1"
+
+
+@pytest.mark.parametrize(
+    ("config", "notes"),
+    [
+        ({"gating": [4, 64], "visual": {"overview_frames": 64}}, ["PARA-GRPO: K = 4, 64"]),
+        ({"gating": [], "visual": {"overview_frames": 64}}, ["PARA-GRPO: K = 64"]),
+        ({"gating": []}, []),  # of an older version
+        ({"visual": {"overview_frames": 64}}, []),  # of SFT
+    ],
+)
+def test_the_page_says_k_of_each_training_if_its_config_does(tmp_path, config, notes):
+    rows = [{"step": step, "f": step / 2} for step in range(3)]
+    runs = [read_run_data(write_run(tmp_path / seed / "paragrpo", rows, **config)) for seed in ("seed0", "seed1")]
+    section = report.draw_section(runs, report.CURVES, "step")
+    missing = [f"no values: {report.CURVES[key]}" for key in ("well_formed", "kappa")]
+    assert section["note"] == "; ".join([*notes, *missing])
 
 
 def test_a_click_on_a_curve_hits_the_step_under_the_pointer():
     rows = [{"step": step, "f": float(step == 30)} for step in range(101)]  # a peak at step 30
-    [panel] = report.draw_section([RunData("grpo", rows)], {"f": "f"}, "step")
+    [panel] = report.draw_groups([RunData("grpo", rows)], {"f": "f"}, "step")[""]
     shown = pixels(panel["picture"])
     is_blue = np.abs(shown - [0x00, 0x72, 0xB2]).sum(-1) < 60  # [H, W]
     is_blue[: len(shown) // 5] = False  # the legend
@@ -133,8 +195,8 @@ def test_the_page_leads_with_the_three_runs_and_their_numbers_at_the_smallest_k_
         for name, calls, accuracy in (("sft", 0.88, 0.76), ("grpo", 0.2, 0.38), ("paragrpo", 1.31, 0.95))
     )
     told = report.lead([sft, grpo, paragrpo])
-    assert "one cold start (0.88 calls, 0.76 right per episode with 4 frames)" in told
-    assert told.endswith("GRPO ends with 0.20 calls, 0.38 right, PARA-GRPO with 1.31 calls, 0.95 right.")
+    assert "one cold start (76 % right, 0.88 calls per episode with 4 frames)" in told
+    assert told.endswith("GRPO ends at 38 % right, 0.20 calls, PARA-GRPO at 95 % right, 1.31 calls.")
     assert report.lead([sft, grpo]) == ""
 
 
@@ -153,6 +215,7 @@ def test_a_run_that_still_goes_on_shows_what_it_has(tmp_path, renderer, checkpoi
     assert len(read.episodes) == 1
     begun = write_run(tmp_path / "b", [])
     (begun / "metrics.jsonl").unlink()
+    (begun / "toy-K4-parallel.jsonl").touch()  # of an evaluation whose first item is not answered
     report.write_page(tmp_path / "page.html", [read_run_data(begun)])
     assert content(tmp_path / "page.html")["runs"] == []
 
@@ -244,10 +307,13 @@ def test_a_file_of_episodes_has_each_frame_of_the_video_once(tmp_path, toy_dir, 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory, renderer, checkpoint):
-    """Write a page of a training with episodes of steps 0 and 30, and of the cold start's evaluation."""
+    """Write a page of a training with episodes of steps 0 and 30, and of the cold start's evaluation. The last sibling has one
+    call."""
     root = tmp_path_factory.mktemp("runs")
     rows = [{"step": step, "f": step / 50} for step in range(40)]
-    write_run(root / "paragrpo", rows, play(renderer), renderer, steps=(0, 30), reward=STRUCT)
+    siblings = [*play(renderer), play(renderer)[0]]
+    siblings[2].calls.pop()
+    write_run(root / "paragrpo", rows, siblings, renderer, steps=(0, 30), reward=STRUCT)
     write_evaluation(root / "sft", 4, [1, 0])
     given = [
         root / "paragrpo",
@@ -276,12 +342,29 @@ def test_a_models_text_cannot_end_the_pages_data(page):
     assert content(page)["runs"][0]["episodes"][0]["task"]["question"] == HOSTILE
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
-def test_a_browser_opens_an_episode_with_calls_and_a_click_on_a_curve_opens_its_step(page):
-    script = """
+def browse(page, script) -> dict:
+    """Run a script at the end of the page in a browser. Return what it puts into `seen`."""
+    helpers = """
+    const seen = {};
     const all = selector => [...document.querySelectorAll(selector)];
     const text = selector => document.querySelector(selector).textContent;
+    """
+    acted = page.with_name("acted.html")
+    acted.write_text(f"{page.read_text()}<script>{helpers} {script}; document.title = JSON.stringify(seen);</script>")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=2000"]
+    command = [CHROMIUM, *flags, "--dump-dom", acted.as_uri()]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert "CONSOLE" not in told.stderr, told.stderr
+    return json.loads(html.unescape(re.search(r"<title>(\{.*?)</title>", told.stdout, re.S)[1]))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+def test_a_browser_opens_a_right_episode_with_two_calls_and_a_click_on_a_curve_or_a_key_opens_a_step(page):
+    seen = browse(
+        page,
+        """
+    seen.legend = text("#viewer");
     seen.title = text("#task h2");
     seen.said = all("#episode > :first-child .sampled").map(token => token.textContent).join("");
     seen.calls = all("#episode > :last-child > .block").length;
@@ -289,21 +372,23 @@ def test_a_browser_opens_an_episode_with_calls_and_a_click_on_a_curve_opens_its_
     seen.cards = all("#siblings button").map(card => [...card.children].map(line => line.textContent));
     seen.tag = document.querySelector("#episode .sampled.structural").title;
     seen.word = document.querySelector("#episode .sampled:not(.structural)").title;
-    const curve = document.querySelector("img.step"), [left, right] = DATA.sections["While training"][0].edges;
+    const select = document.querySelector("select");
+    seen.selected = [select.value];
+    const curve = document.querySelector("img.step"), [left, right] = DATA.sections["While training"].groups[""][0].edges;
     const x = curve.getBoundingClientRect().left + curve.width * (8 - left) / (right - left);
     curve.dispatchEvent(new MouseEvent("click", {clientX: x}));
     seen.clicked = text("#siblings h3");
+    seen.selected.push(select.value);
+    select.focus();
+    select.value = 30;  // as the arrow keys do
+    select.dispatchEvent(new Event("change"));
+    seen.keyed = [text("#siblings h3"), document.activeElement.id];
     all("#siblings button")[1].click();
     seen.chosen = text("#siblings .chosen").includes("not well-formed");
-    """
-    report_back = f"<script>const seen = {{}}; {script}; document.title = JSON.stringify(seen);</script>"
-    acted = page.with_name("acted.html")
-    acted.write_text(page.read_text() + report_back)
-    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=2000"]
-    command = [CHROMIUM, *flags, "--dump-dom", acted.as_uri()]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert "CONSOLE" not in told.stderr, told.stderr
-    seen = json.loads(html.unescape(re.search(r"<title>(\{.*?)</title>", told.stdout, re.S)[1]))
+    seen.table = all("tr").map(row => [...row.children].map(cell => cell.textContent));
+    """,
+    )
+    assert "K: overview frames · κ: calls that ran · R: reward" in seen["legend"]
     assert seen["title"] == HOSTILE
     assert seen["said"] == FIRST + SECOND
     assert seen["calls"] == 2
@@ -313,4 +398,59 @@ def test_a_browser_opens_an_episode_with_calls_and_a_click_on_a_curve_opens_its_
     assert re.search(r'"</think>", sampled structural, id \d+, log p -1.0000, advantage 0.650', seen["tag"])
     assert re.search(r"sampled, id \d+, log p -1.0000, advantage 0.250", seen["word"])
     assert seen["clicked"] == "PARA-GRPO, step 0"  # the nearest to step 8
+    assert seen["selected"] == ["30", "0"]
+    assert seen["keyed"] == ["PARA-GRPO, step 30", "step"]
     assert seen["chosen"]
+    assert seen["table"] == [["K = 4", *report.PANELS.values()], ["cold start", "0.50", "1.00", "0.50"]]
+
+
+def contrast(text: list[float], background: list[float]) -> float:
+    """Return WCAG's contrast of two colors. The background may be transparent, over white."""
+    *tint, alpha = [*background, 1.0][:4]
+    luminances = []
+    for color in (text, [alpha * value + (1 - alpha) * 255 for value in tint]):
+        linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in np.array(color) / 255]
+        luminances.append(np.dot(linear, [0.2126, 0.7152, 0.0722]))
+    return (max(luminances) + 0.05) / (min(luminances) + 0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+def test_a_browser_shows_structural_tokens_readably_at_every_advantage(page):
+    """Past bug: violet on the orange of a large advantage had a contrast of 1.7."""
+    seen = browse(
+        page,
+        """
+    const numbers = color => color.match(/[\\d.]+/g).map(Number);
+    seen.colors = [];
+    for (let advantage = -6; advantage <= 6; advantage += 0.25) {
+      const node = token({text: "</think>", style: "sampled structural", fact: "", advantage});
+      document.body.append(node);
+      const style = getComputedStyle(node);
+      seen.colors.push([numbers(style.color), numbers(style.backgroundColor)]);
+      seen.looks = [style.fontWeight, style.textDecorationLine];
+    }
+    """,
+    )
+    assert seen["looks"] == ["700", "underline"]
+    assert len({tuple(background) for _, background in seen["colors"]}) > 20  # the tint shows the advantage
+    assert min(contrast(*colors) for colors in seen["colors"]) > 4.5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not CHROMIUM, reason="no Chromium here")
+def test_a_browser_cuts_no_stamp_of_the_first_three_rows_of_frames(page):
+    seen = browse(
+        page,
+        """
+    const frame = {picture: "p", time: 12.5, text: "", style: "prompt", fact: ""};
+    DATA.pictures.p = "data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg' width='80' height='44'/>";
+    const [frames] = agent([{name: "prompt", tokens: Array(64).fill(frame)}])[0];
+    document.body.replaceChildren(frames);
+    const bottoms = [...new Set([...frames.children].map(cell => cell.getBoundingClientRect().bottom))];
+    seen.bottoms = bottoms.map(bottom => bottom - frames.getBoundingClientRect().bottom);
+    """,
+    )
+    assert len(seen["bottoms"]) > 3
+    assert seen["bottoms"][2] <= 0
+    assert seen["bottoms"][3] > 15.75  # a stamp of the fourth row: only its picture shows
