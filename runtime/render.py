@@ -214,7 +214,8 @@ class Renderer:
             start = begun
             for i in range(len(data)):
                 complete += len(decoder.decode(data[i : i + 1]))
-                begun = complete + bool(decoder.getstate()[0])  # it holds the bytes of an incomplete character
+                # The decoder holds the bytes of an incomplete character, or of half a surrogate pair: one U+FFFD per byte.
+                begun = complete + len(decoder.getstate()[0].decode("utf-8", "replace"))
                 if i == 0:
                     start = begun - 1  # the first byte belongs to the last character that has begun
             spans.append((start, begun))

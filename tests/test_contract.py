@@ -367,6 +367,13 @@ def test_any_sampled_ids_have_offsets(renderer, data):
     check_offsets(renderer, renderer.encode("<think>a</think>é🎬" + renderer.inert("<think>" + text)))
 
 
+@pytest.mark.parametrize("data", [b"\xed\xa0", b"\xed\xa0\x80", b"\xed\xa0A", b"\xf0\x9f\x8e", b"\xe0\x80"])
+def test_each_byte_of_no_character_is_one(renderer, data):
+    """Past bug: a decoder waits for the third byte of half a surrogate pair (ED A0 80), and each of them is one U+FFFD."""
+    characters = bytes_to_unicode()
+    check_offsets(renderer, renderer.tokenizer.convert_tokens_to_ids([characters[byte] for byte in data]))
+
+
 def test_an_id_without_a_token_has_no_characters(renderer):
     """The embedding has more rows than the vocabulary."""
     unknown, closing = len(renderer.tokenizer) + 1, renderer.tokenizer.convert_tokens_to_ids("</think>")

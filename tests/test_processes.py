@@ -36,6 +36,7 @@ def test_two_runs_of_two_users_at_once_keep_out_of_each_others_folders():
         runs = [Path(name, home, "run") for home in ("alice", "bob")]
         for run, user in zip(runs, users):
             run.mkdir(parents=True)
+            (run / "model.safetensors").touch()
             os.chown(run, user, -1)
         alice, bob = (Forked(partial(keep_weights, *pair)) for pair in zip(runs, users))
         hers, his = (first_line(process) for process in (alice, bob))
@@ -64,6 +65,7 @@ def first_line(process: Forked) -> Path:
 
 def test_a_link_that_is_planted_under_a_runs_name_leads_nowhere(tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "MEMORY", tmp_path)
+    (tmp_path / "model.safetensors").touch()
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "thesis").touch()
     run_memory(tmp_path).symlink_to(tmp_path / "precious")

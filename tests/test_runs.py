@@ -148,7 +148,7 @@ def test_a_run_that_ends_in_whatever_way_leaves_no_snapshot_and_no_process(toy_d
     assert "Traceback" not in told
     assert folder.exists() is (run / "snapshot").exists() is killed
     if killed:  # the run tidies up when it resumes
-        with snapshot_folders(run, run):
+        with snapshot_folders(run, toy_dir / "model"):
             assert not list(folder.iterdir())
         assert not folder.exists()
     wait_for(lambda: not any(map(alive, helpers)), seconds=20)
