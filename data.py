@@ -109,8 +109,12 @@ def _refuse_columns(row: dict, columns: Sequence[str], rule: str) -> None:
 
 
 def _holds_something(value: Any) -> bool:
-    """Return whether a field is filled. {"bbox": []} and {"url": None} are not."""
-    return any(value.values()) if isinstance(value, dict) else bool(value)
+    """Return whether a field is filled. {"bbox": []}, [{"url": None}] and the JSON "[]" are not."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return any(map(_holds_something, value))
+    return bool(value) and value not in ("[]", "{}")
 
 
 def _read_messages(row: dict, column: str, needed_by: str) -> list[dict]:
@@ -208,16 +212,21 @@ def bare_options(options: tuple[str, ...]) -> tuple[str, ...]:
 
 def add_options(question: str, options: tuple[str, ...]) -> str:
     """Append the options to the question, each with its letter, unless it lists them itself."""
-    if {_first_line(option) for option in options} <= set(listed_options(question)):
+    if set(map(_option_key, options)) <= set(map(_option_key, listed_options(question))):
         return question
     return question + "".join(f"\n{letter}. {option}" for letter, option in zip(LETTERS, options))
 
 
 def listed_in_other_order(question: str, options: tuple[str, ...]) -> bool:
     """Return whether the question lists the options under other letters than their places in `options` give them."""
-    listed = listed_options(question)
-    expected = tuple(_first_line(option) for option in options)
+    listed = [_option_key(option) for option in listed_options(question)]
+    expected = [_option_key(option) for option in options]
     return set(expected) <= set(listed) and listed[: len(expected)] != expected
+
+
+def _option_key(option: str) -> str:
+    """Return what an option is compared by: "Blue." in a question is the option "blue"."""
+    return _first_line(option).rstrip(".").casefold()
 
 
 def listed_options(question: str) -> tuple[str, ...]:

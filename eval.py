@@ -314,6 +314,8 @@ def dry_run(cfg: EvalConfig) -> None:
     folder = None
     if on_the_hub(cfg.checkpoint):  # a dry run downloads nothing
         note_not_looked_up(cfg.checkpoint)
+        if cfg.prompts and cfg.prompts.changed:
+            print(f"  note    prompts: not ours: {', '.join(cfg.prompts.changed)}")
     else:
         folder, _ = open_model(cfg)
         passed(f"checkpoint: {folder}", dry=True)

@@ -116,16 +116,16 @@ def read_runs(runs: Sequence[str | Path]) -> list[Results]:
 
 def resume(path: Path, items: list[benchmarks.Item], whole: bool) -> tuple[list[dict], list[benchmarks.Item]]:
     """Return the records of a file to keep, and the items still to ask. An item is asked again if it ended in an error, or if its
-    record has another gold answer. If `items` are the whole split, records of other ids are dropped."""
+    record has another gold answer. Records of other ids are dropped if `items` are the whole split."""
     tasks = {item.task.id: item.task for item in items}
     kept = {}
     for record in read_results(path).records if path.exists() else ():
         task = tasks.get(record["id"])
         if task:
-            of_this_item = (record["kind"], record["gold"]) == (task.kind, task.answer)
+            keep = not record["error"] and (record["kind"], record["gold"]) == (task.kind, task.answer)
         else:
-            of_this_item = not whole  # an item beyond the limit
-        if of_this_item and not record["error"]:
+            keep = not whole  # its item lies beyond the limit
+        if keep:
             kept[record["id"]] = record
     return list(kept.values()), [item for item in items if item.task.id not in kept]
 

@@ -63,14 +63,14 @@ def _read_json(body: str, turn: int) -> Call:
         return _unparseable(turn)
     if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
         return _unparseable(turn)
-    return _make_call(turn, call | {"arguments": arguments})
+    return _make_call(turn, call["name"], arguments)
 
 
-def _make_call(turn: int, written: dict[str, Any]) -> Call:
+def _make_call(turn: int, name: str, arguments: dict[str, Any]) -> Call:
     """Return the call, which is unparseable if it is nested too deep."""
-    if is_deeper(written, MAX_DEPTH):
+    if is_deeper(arguments, MAX_DEPTH - 1):  # the call itself is a level
         return _unparseable(turn)
-    return Call(turn, written["name"], written["arguments"])
+    return Call(turn, name, arguments)
 
 
 def is_deeper(value: Any, levels: int) -> bool:
@@ -124,4 +124,4 @@ def _read_statement(statement: ast.stmt, turn: int) -> Call:
         arguments = json.loads(json.dumps(arguments))  # the same types as from JSON
     except NO_LITERALS:
         return _unparseable(turn)
-    return _make_call(turn, {"name": name, "arguments": arguments})
+    return _make_call(turn, name, arguments)

@@ -216,7 +216,8 @@ def refuse_quantized(folder: Path) -> None:
             for name in tensors.keys():  # noqa: SIM118
                 dtype = tensors.get_slice(name).get_dtype()
                 if dtype not in ("BF16", "F16", "F32", "F64"):
-                    raise ConfigError(f"{file} is quantized ({name} is {dtype}): take its bf16 checkpoint")
+                    rule = "weights must be floats of 16 bits or more; take the bf16 checkpoint"
+                    raise ConfigError(f"{file}: {name} is stored as {dtype}: {rule}")
 
 
 def _read_weights(model: nn.Module, path: Path) -> None:

@@ -164,9 +164,9 @@ class Dataset:
         self._epoch = None  # the epoch whose order is in memory
         self._order = np.zeros((2, 0), int)
         for (source, rows), count in zip(pools, _draws(pools)):
-            if not count:
-                rule = "gives none; raise the weight, or leave the file out"
-                raise DataError(f"{source.path}: weight = {source.weight:g} of its {len(rows)} rows {rule}")
+            if len(rows) and not count:
+                rule = "rounds to 0 rows; raise the weight, or leave the file out"
+                raise DataError(f"{source.path}: weight = {source.weight:g} times {len(rows)} rows {rule}")
         if not len(self):
             raise DataError("data.sources have no rows, apart from those read `first`")
 
@@ -227,7 +227,7 @@ class Dataset:
         rng = np.random.default_rng([self.cfg.seed, epoch + 1])
         columns = []
         for place, ((_, rows), count) in enumerate(zip(pool, _draws(pool))):
-            copies, rest = divmod(count, len(rows))
+            copies, rest = divmod(count, max(1, len(rows)))
             some = rng.permutation(len(rows))[:rest]  # for weight 0.5, a random half
             drawn = np.concatenate([*[np.arange(len(rows))] * copies, some])
             columns.append(np.stack([np.full(len(drawn), place), drawn]))

@@ -32,12 +32,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForImageTextToText, Cache, DynamicLayer
 
-from runtime.checkpoints import published_names, weight_files
+from runtime.checkpoints import published_names, refuse_quantized, weight_files
 from runtime.engine import Engine, EngineError, Sample
 from runtime.packing import Bundle, pack_bundles
 from runtime.policy import KeyLayout, encode_frames, matmul_fp32, pick_kernel, prepare_tower, run_text_model
 from runtime.render import Renderer
 from runtime.video import Clip
+from runtime.visual import read_json
 
 
 @dataclass
@@ -82,6 +83,8 @@ class InProcess(Engine):
         AttentionInterface.register("packed_then_matmul", _packed_then_matmul)
         self.version = 0
         self.renderer, self.max_batch_tokens = renderer, max_batch_tokens
+        if "quantization_config" not in (read_json(Path(checkpoint) / "config.json") or {}):
+            refuse_quantized(Path(checkpoint))  # transformers reads scales only if the config says how
         attention = {"text_config": "packed_then_matmul", "vision_config": "sdpa"}
         self.model = AutoModelForImageTextToText.from_pretrained(
             checkpoint, dtype=getattr(torch, dtype), attn_implementation=attention, trust_remote_code=False

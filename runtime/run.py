@@ -218,7 +218,7 @@ class Run:
         if step + 1 == self.cfg.steps and not (math.isfinite(loss) and math.isfinite(norm)):
             raise ConfigError(
                 f"the last step has the loss {loss:g} and a gradient of norm {norm:g}, so no state and no model are written: "
-                f"resume from the states in {self.folder}/state, or start again, with a lower optim.lr"
+                f"lower optim.lr; the same command resumes from the last state in {self.folder}/state, if there is one"
             )
 
     def save(self, step: int) -> None:

@@ -79,6 +79,7 @@ def run_script(work: Callable[[Any], int | None], cfg: Any) -> NoReturn:
     interrupts = []
 
     def interrupt(*_) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends another one, which would end the cleanup
         interrupts.append(True)  # a library that writes a file may end with another error
         raise KeyboardInterrupt
 

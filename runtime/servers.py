@@ -1,7 +1,7 @@
 """servers.py: an engine of SGLang servers on this machine, over HTTP. open_engine.py starts them.
 
     engine = SGLang(servers, renderer)
-    engine.wait_until_ready()                       # each server is warm and has sampled a token
+    engine.wait_until_ready()                       # each server is healthy and has sampled a token
 
 Every reply must echo the trainer's prompt ids and carry the current weights' version. A lost request goes to another server.
 After a time-out, MAX_FAILURES failures in a row or a failed weight update, a server is left out, and the run goes on with the

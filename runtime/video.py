@@ -241,7 +241,8 @@ def _upright(image, size: tuple[int, int], scaler) -> np.ndarray:
 
 def _serve(fd: int, timeout: float) -> None:
     """Run a worker: answer (verb, *arguments) with (True, value) or (False, reason) until the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    for end in (signal.SIGINT, signal.SIGTERM):  # the parent handles both, and ends this process
+        signal.signal(end, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a parent that ignores it passes that on
     pipe = Connection(fd)
     verbs = {"probe": _probe, "decode": _decode}

@@ -94,7 +94,7 @@ def snapshot_folders(run: str | Path, source: Path, images: float = 0.0) -> Iter
                 has_room = False
             if not has_room:
                 print(
-                    f"{MEMORY} takes no {needed / 1e9:.1f} GB of weights and images: they go through {disk}; "
+                    f"{MEMORY} has no room for {needed / 1e9:.1f} GB of weights and images, or cannot be written: they go through {disk}; "
                     f"killed runs may have left {MEMORY}/minparavt-*",
                     flush=True,
                 )

@@ -26,7 +26,7 @@ from evals.results import outcomes, read_results
 from evals.tables import markdown
 from runtime.config import read_tree
 from runtime.processes import start_group
-from runtime.run import git_commit
+from runtime.run import ALARMS, git_commit
 from study import toy
 
 SEEDS = 5
@@ -152,12 +152,12 @@ def run_stages(stages: Sequence[Stage], root: Path) -> None:
 
 
 def progress_in(line: str) -> str:
-    """Return the last line of a log. Of a training's step, only five figures."""
+    """Return the last line of a log. Of a training's step, only five figures and the alarms."""
     words = line.split()
     if words[1:2] != ["step"]:
         return line
     figures = dict(zip(words[3::2], words[4::2]))  # after "rl step 9/60"
-    shown = [f"{name} {figures[name]}" for name in PROGRESS if name in figures]
+    shown = [f"{name} {figures[name]}" for name in (*PROGRESS, *ALARMS) if name in figures]
     return " ".join([*words[:3], *shown])
 
 
@@ -325,7 +325,7 @@ def demo(root: Path) -> int:
     draw_pictures(root, ("grpo", "paragrpo"), root)
     failed = [claim for claim in CLAIMS if not claim.true_in(figures)]
     for claim in failed:
-        known = "nor in some runs of results/paradox.md"
+        known = "it fails in some runs of results/paradox.md as well"
         if claim.required:
             known = "it holds in all runs of results/paradox.md"
         print(f"Does not hold here: {claim.text} ({known})")

@@ -32,6 +32,7 @@ from runtime.checkpoints import (
 )
 from runtime.config import ConfigError
 from runtime.distributed import gather, mean_over_ranks, rank, sum_over_ranks
+from runtime.inprocess import InProcess
 from runtime.policy import PolicyConfig
 from runtime.processes import MEMORY
 from runtime.render import load_tokenizer
@@ -345,8 +346,9 @@ def test_weights_in_8_bits_are_refused(path, tmp_path, dtype, name):
     norm = "model.language_model.norm.weight"
     weights[norm] = weights[norm].to(dtype)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ConfigError, match=rf"own/model.safetensors is quantized \({norm} is {name}\): take its bf16"):
-        load_policy(PolicyConfig(str(folder)))
+    for load in (lambda: load_policy(PolicyConfig(str(folder))), lambda: InProcess(folder, None)):
+        with pytest.raises(ConfigError, match=f"own/model.safetensors: {norm} is stored as {name}: weights must be"):
+            load()
 
 
 @pytest.mark.parametrize("part, change, lost", [("text_config", {"num_hidden_layers": 2}, 11), (None, {}, 1)])
@@ -384,7 +386,7 @@ def test_snapshots_lie_in_memory_where_two_have_room(path, tmp_path, monkeypatch
         assert set(folders) == {run_memory(tmp_path) if in_memory else tmp_path / "snapshot"}
         assert folders[0].is_dir()
     told = capsys.readouterr().out
-    assert (f"{MEMORY} takes no " in told) is not in_memory
+    assert ("has no room for " in told) is not in_memory
     assert (f"killed runs may have left {MEMORY}/minparavt-*\n" in told) is not in_memory
     assert not run_memory(tmp_path).exists()
     assert not (tmp_path / "snapshot").exists()

@@ -338,6 +338,7 @@ def test_a_gold_may_be_written_in_many_ways(video):
         ("Which? (A) red (B) blue", ["red", "blue"], "Which? (A) red (B) blue"),
         ("Which?\nA) red;\nB) a\nC) blue", ["red ", "a"], "Which?\nA) red;\nB) a\nC) blue"),
         ("Which?\nA. red\ncar\nB. bus", ["red\ncar", "bus"], "Which?\nA. red\ncar\nB. bus"),
+        ("Which?\nA. Red.\nB. Blue.", ["red", "blue"], "Which?\nA. Red.\nB. Blue."),
     ],
 )
 def test_the_model_sees_every_option_once(video, asked, options, shown):
@@ -388,6 +389,7 @@ TVG = {"question_type": "tvg"}
         (({"audios": ["a.wav"]}, {}), "`audios` = "),
         (({"objects": {"ref": [], "bbox": [[1, 2, 3, 4]]}}, {}), "`objects` = "),
         (({"images": [], "audios": None, "objects": {"ref": [], "bbox": []}}, {}), ""),
+        (({"images": "[]", "audios": [{"bytes": None, "path": None}], "objects": [None]}, {}), ""),
         (({"prompt": turns("<image>Which?")}, {}), "<image>: RL shows only videos"),
         (({"prompt": turns("<video><video>Which?")}, {}), "2 <video> in the question, but `videos` names 1"),
         (({"prompt": turns("Which?")}, {}), ""),
@@ -401,6 +403,7 @@ TVG = {"question_type": "tvg"}
         (({"prompt": LISTED}, {"answer": "blue", "options": ["blue", "red"]}), r"options = \['blue', 'red'\]: .* another order"),
         (({"prompt": LISTED}, {"answer": "B", "options": ["(A) blue", "(B) red"]}), "options = .* another order"),
         (({"prompt": LISTED}, {"answer": "A", "options": ["blue"]}), "options = .* another order"),
+        (({"prompt": turns("Which?\nA. Blue.\nB. Red.")}, MCQ | {"options": ["red", "blue"]}), "options = .* another order"),
         (({"prompt": LISTED}, {"answer": "x", "options": ["blue", "red"], "question_type": "oe"}), ""),
         (({}, {"answer": "green", "question_type": "essay", "options": ["red", "blue"]}), "the answer of an mcq"),
         (({}, {"answer": float("nan")}), "answer = nan"),
@@ -589,7 +592,7 @@ def test_the_first_sources_are_read_once_before_the_mixture(mixture, tmp_path):
 @pytest.mark.parametrize("first", [True, False])
 def test_a_source_that_gives_no_row_is_refused(mixture, tmp_path, first):
     few = Source(write_jsonl(tmp_path / "c.jsonl", [{"n": i} for i in range(20)]), weight=0.02, first=first)
-    with pytest.raises(DataError, match="c.jsonl: weight = 0.02 of its 20 rows gives none"):
+    with pytest.raises(DataError, match="c.jsonl: weight = 0.02 times 20 rows rounds to 0 rows"):
         Dataset(DataConfig((*mixture.sources, few)), number)
     assert numbers(Dataset(DataConfig((replace(few, weight=0.03), mixture.sources[0])), number), 0, size=1)
 

@@ -98,7 +98,7 @@ MISTAKES = [  # the page has more
     ("two kinds of weights", f"{SFT} policy.checkpoint=two --dry-run", "error: two has model.safetensors and an index of other files: delete one of the two"),
     ("no weights", f"{SFT} policy.checkpoint=none --dry-run", "error: none lacks all weights: it has no model.safetensors and no index; copy or download them"),
     ("a quantized model", f"{SFT} policy.checkpoint=fp8 --dry-run", "error: fp8 is quantized (quantization_config in config.json): take its bf16 checkpoint"),
-    ("quantized weights", f"{SFT} policy.checkpoint=int8 --dry-run", "error: int8/model.safetensors is quantized (x.weight is I8): take its bf16 checkpoint"),
+    ("quantized weights", f"{SFT} policy.checkpoint=int8 --dry-run", "error: int8/model.safetensors: x.weight is stored as I8: weights must be floats of 16 bits or more; take the bf16 checkpoint"),
     ("a template that opens thoughts", f"{SFT} policy.checkpoint=thinking", "thinking: its chat template does not continue a dialogue as rollouts do: after "),
     ("other frames than the checkpoint's", f"{SFT} visual.frame_pixels=65536", "made under another visual contract (frame_pixels: this run has 65536, the checkpoint 1024; "),
     ("another family", f"{RL} policy.checkpoint=unknown", "unknown is a 'foo_vl' model; this code trains qwen3_vl and qwen2_5_vl"),
@@ -156,8 +156,9 @@ def test_a_dry_run_tells_what_it_did_not_look_up_and_which_prompts_are_not_ours(
     for script, key in ((SFT, "policy.checkpoint"), (EVAL, "checkpoint")):
         _, told = typed(f"{script} run=run {key}=Qwen/Qwen3-VL-2B-Instruct --dry-run")
         assert "  note    checkpoint: Qwen/Qwen3-VL-2B-Instruct was not looked up" in told
-        _, told = typed(f"{script} run=run prompts=words.yaml --dry-run")
-        assert "  note    prompts: not ours: system, before_question\n" in told
+        for checkpoint in ("", f"{key}=Qwen/Qwen3-VL-2B-Instruct"):
+            _, told = typed(f"{script} run=run {checkpoint} prompts=words.yaml --dry-run")
+            assert "  note    prompts: not ours: system, before_question\n" in told
 
 
 def cfg_of(run: Path, *overrides: str) -> RLConfig:

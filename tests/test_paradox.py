@@ -99,7 +99,7 @@ def test_a_job_that_fails_ends_the_study_and_the_next_one_tries_it_again(tmp_pat
 @pytest.mark.parametrize(
     "line, shown",
     [
-        ("rl step 9/60 R 1 R_acc 0.9 f 0.5 well_formed 0.4 kappa 1 loss 0 entropy 0 seconds 2", "rl step 9/60 R_acc 0.9 f 0.5 well_formed 0.4 kappa 1 loss 0"),
+        ("rl step 9/60 R 1 R_acc 0.9 f 0.5 well_formed 0.4 kappa 1 loss 0 entropy 0 bad_steps 1", "rl step 9/60 R_acc 0.9 f 0.5 well_formed 0.4 kappa 1 loss 0 bad_steps 1"),
         ("toy K=4 parallel:   2%|▏         | 1/64 [00:01<01:39,  1.57s/item]",) * 2,
         ("",) * 2,
     ],

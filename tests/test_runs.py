@@ -211,6 +211,24 @@ def lose_an_interrupt() -> None:
     run_script(write, SimpleNamespace(run="runs/x"))
 
 
+def clean_up_slowly() -> None:
+    def work(cfg: SimpleNamespace) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)  # torchrun's, after the scheduler's
+            time.sleep(0.1)
+            print("cleaned up", flush=True)
+
+    run_script(work, SimpleNamespace(run="runs/x"))
+
+
+def test_a_second_sigterm_does_not_end_the_cleanup():
+    """Past bug: under torchrun, it left the weights in /dev/shm."""
+    assert finish(Forked(clean_up_slowly), code=1).startswith("cleaned up\ninterrupted. ")
+
+
 def test_ctrl_c_is_one_although_a_library_makes_another_error_of_it():
     """Past bug: the run ended with that error's traceback."""
     told = finish(Forked(lose_an_interrupt), code=1)

@@ -465,6 +465,15 @@ def test_close_ends_every_worker_busy_or_idle(good):
         videos.frames(good, [51], (32, 32))
 
 
+def test_a_scheduler_that_signals_all_processes_costs_no_file(good):
+    """Past bug: SIGTERM killed the decoder before the run ended, and the file was called damaged."""
+    with Videos(workers=1) as videos:
+        videos.info(good)
+        [pid] = worker_pids(videos)
+        os.kill(pid, signal.SIGTERM)
+        assert len(videos.frames(good, [50], (32, 32))) == 1 and worker_pids(videos) == {pid}
+
+
 LIFE = """
 import os, signal, sys, threading, time
 from runtime import video
