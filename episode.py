@@ -1,9 +1,9 @@
 """episode.py: the data types that the whole code shares, and the records of episodes.
 
-    Task -> Trajectory (an agent's exact tokens) -> Episode (main agent, sub-agents, calls) -> Group (G episodes, one K)
+    Task -> Prompt -> Trajectory (an agent's tokens) -> Episode (main agent, sub-agents, calls) -> Group (G episodes, one K)
 
     keep_episodes(groups, renderer.readable, path)                 # one line of JSON per episode; `dump` writes one
-    episode_of(json.loads(line))                                   # an episode again; its clips have times, but no pixels
+    episodes_of(lines)                                             # episodes again; their clips have times, but no pixels
 
 rl.py and eval.py write episodes to RUN/episodes/, and `study.ask --trace` to a file. `study.report` shows them. This file
 imports only Clip, so every file may import it but runtime/video.py.
@@ -13,7 +13,7 @@ Deliberately missing: pixels in the records, and reading the records of another 
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -37,37 +37,49 @@ class Task:
     options: tuple[str, ...] = ()  # mcq: the option texts without their letters, if the source lists them
 
 
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """What an agent reads first. Agents that read the same hold the same object, so nobody compares ids: the episodes of a
+    group, and the sub-agents that see the same frames."""
+
+    ids: list[int]  # image pads expanded
+    clips: list[Clip]  # in the order of their pads
+
+
+NO_PROMPT = Prompt([], [])  # of an episode that failed before it had one, and of rows that share none
+
+
 @dataclass
 class Trajectory:
-    """One agent's exact tokens, append-only: the prompt, sampled ids as the engine returned them, tool turns.
+    """One agent's exact tokens after its prompt, append-only: sampled ids as the engine returned them, and tool turns. It is
+    also the row that SFT and RL train on.
 
-    `ids`, `mask`, `logprobs`, `versions` and `structural` have one entry per token. The episodes of a group share their
-    prompt: equal ids, and the same frame arrays, which grpo.share_prompts compares by identity."""
+    The columns from `ids` to `versions` have one entry per token. So have `structural` and `weights`, once they are filled."""
 
-    ids: list[int] = field(default_factory=list)  # image pads expanded
-    mask: list[int] = field(default_factory=list)  # 1 = sampled by the policy
+    prompt: Prompt
+    ids: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)  # 1 = a target: the policy sampled it, or SFT teaches it
     logprobs: list[float] = field(default_factory=list)  # behaviour log-prob under temperature tau; 0 where mask is 0
     versions: list[int] = field(default_factory=list)  # version of the weights that sampled it; -1 where mask is 0
-    prompt_clips: list[Clip] = field(default_factory=list)  # clips in the prompt, in the order of their pads
-    prompt_length: int = 0  # ids before the first assistant turn's content
-    turns: list[tuple[int, int]] = field(default_factory=list)  # the assistant's [start, end), forced <think> included
+    turns: list[tuple[int, int]] = field(default_factory=list)  # the assistant's [start, end) in ids, opening included
     finish: str = ""  # why the last turn ended: stop | length
     call_clips: list[Clip] = field(default_factory=list)  # clips that its calls returned (`tool_return: frames`)
     structural: list[int] = field(default_factory=list)  # 1 = sampled, in struct(o); rewards.py fills the main agent's
+    weights: Sequence[float] = field(default=(), compare=False)  # of the loss: A_i,t in RL, w_t in SFT; not in records
 
     @property
     def n_sampled(self) -> int:
         return sum(self.mask)
 
     @property
-    def suffix(self) -> list[int]:
-        """The ids after the prompt."""
-        return self.ids[self.prompt_length :]
+    def all_ids(self) -> list[int]:
+        """The ids of the prompt and those after it."""
+        return self.prompt.ids + self.ids
 
     @property
     def clips(self) -> list[Clip]:
         """All clips that the agent sees, in the order of their pads."""
-        return self.prompt_clips + self.call_clips
+        return self.prompt.clips + self.call_clips
 
 
 CALL_ERRORS = ("unparseable", "unknown_tool", "bad_arguments", "over_limit", "timeout", "failed", "engine", "crashed")
@@ -156,7 +168,7 @@ class Group:
 # ------------------------------------------------------------------------------------------------ records of episodes
 
 
-# The pixels of all recorded clips: one array, so the prompts of a group are still the same.
+# The pixels of all recorded clips.
 NO_PIXELS = np.zeros((0, 0, 0, 3), np.uint8)
 
 
@@ -172,10 +184,12 @@ def dump(episode: Episode, file: TextIO, readable: Callable[[list[int]], str]) -
 
 
 def record_of(trajectory: Trajectory, readable: Callable[[list[int]], str]) -> dict:
-    text = readable(trajectory.ids)
-    prompt_clips = [clip.times for clip in trajectory.prompt_clips]
+    prompt = {"ids": trajectory.prompt.ids, "clips": [clip.times for clip in trajectory.prompt.clips]}
     call_clips = [clip.times for clip in trajectory.call_clips]
-    return vars(trajectory) | {"prompt_clips": prompt_clips, "call_clips": call_clips, "text": text}
+    text = readable(trajectory.all_ids)
+    record = vars(trajectory) | {"prompt": prompt, "call_clips": call_clips, "text": text}
+    del record["weights"]
+    return record
 
 
 def keep_episodes(groups: Sequence[Group], readable: Callable[[list[int]], str], path: Path) -> None:
@@ -187,20 +201,32 @@ def keep_episodes(groups: Sequence[Group], readable: Callable[[list[int]], str],
                 dump(episode, file, readable)
 
 
-def episode_of(record: dict) -> Episode:
-    """Rebuild an episode from a record of `dump`."""
+def episodes_of(lines: Iterable[str | bytes]) -> list[Episode]:
+    """Rebuild the episodes of a file of records. Equal prompts become one object again."""
+    prompts: dict[str, Prompt] = {}
+    return [episode_of(json.loads(line), prompts) for line in lines]
+
+
+def episode_of(record: dict, prompts: dict[str, Prompt]) -> Episode:
+    """Rebuild an episode from a record of `dump`. `prompts`: those of earlier records; new ones are added."""
     task = record["task"]
     task = Task(**task | {"videos": tuple(task["videos"]), "options": tuple(task["options"])})
     calls = []
     for call in record["calls"]:
         window = call["window"] and tuple(call["window"])
-        subagent = call["subagent"] and trajectory_of(call["subagent"])
+        subagent = call["subagent"] and trajectory_of(call["subagent"], prompts)
         calls.append(Call(**call | {"window": window, "subagent": subagent}))
-    return Episode(**record | {"task": task, "main": trajectory_of(record["main"]), "calls": calls})
+    return Episode(**record | {"task": task, "main": trajectory_of(record["main"], prompts), "calls": calls})
 
 
-def trajectory_of(record: dict) -> Trajectory:
+def trajectory_of(record: dict, prompts: dict[str, Prompt]) -> Trajectory:
+    prompt = Prompt(record["prompt"]["ids"], clips_of(record["prompt"]["clips"]))
     fields = {name: value for name, value in record.items() if name != "text"}
-    for name in ("prompt_clips", "call_clips"):
-        fields[name] = [Clip(NO_PIXELS, tuple(times)) for times in record[name]]
-    return Trajectory(**fields | {"turns": [tuple(turn) for turn in record["turns"]]})
+    fields["prompt"] = prompts.setdefault(json.dumps(record["prompt"]), prompt)
+    fields["call_clips"] = clips_of(record["call_clips"])
+    fields["turns"] = [tuple(turn) for turn in record["turns"]]
+    return Trajectory(**fields)
+
+
+def clips_of(times: list) -> list[Clip]:
+    return [Clip(NO_PIXELS, tuple(of_clip)) for of_clip in times]

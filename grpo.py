@@ -1,12 +1,11 @@
-"""grpo.py: from rewards to the gradient, in this order: advantages, train groups, the loss, its gradient.
+"""grpo.py: from rewards to the gradient, in this order: advantages, bundles, the loss, its gradient.
 
-    assign_advantages(groups, cfg, anchor)                                 # writes A_i and A_anchor_i into the episodes
-    train_groups, total_tokens = make_train_groups(groups, cfg, anchor)    # this rank's groups, and the tokens of all ranks
-    measured = accumulate(policy, reference, train_groups, total_tokens, temperature, cfg)   # adds gradients
+    assign_advantages(groups, cfg, anchor)                # writes A_i, A_anchor_i into the episodes, A_i,t into the rows
+    bundles, total_tokens = bundle_groups(groups, cfg)       # what this rank trains on, and the tokens of all ranks
+    measured = accumulate(policy, reference, bundles, total_tokens, temperature, cfg)      # adds gradients
 
 Each equation stands above its code. Symbols: i an episode in a group of G, t a token of its output o_i, R_i its reward, r the
-ratio, T all tokens of a trajectory, N the sampled tokens of a group or a micro-batch, suffix after suffix, as `Policy` returns
-them.
+ratio, T all tokens of a row, N the sampled tokens of a micro-batch, row after row, as `Policy` returns them.
 
 The loss names three policies. pi_behaviour sampled the token, and the engine reported its log-prob (`behaviour_logprobs`). pi is
 the policy in training (`logprobs`), and pi_prox the policy before the first update on this batch. There is one update per
@@ -23,16 +22,16 @@ Deliberately missing, though GRPO implementations often have it:
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from episode import Episode, Group, Trajectory
+from episode import Episode, Group
 from rewards import Anchor
 from runtime.distributed import gather, sum_over_ranks
-from runtime.packing import Bundle, best_fit
+from runtime.packing import Bundle, best_fit, bundle_rows
 from runtime.policy import Policy
 
 
@@ -77,7 +76,8 @@ def group_advantage(rewards: Sequence[float]) -> np.ndarray:
 
 
 def assign_advantages(groups: Sequence[Group], cfg: GRPOConfig, anchor: Anchor) -> None:
-    """Write A_i and, under credit `struct`, A_anchor_i into the episodes. Failed episodes are left out of their group."""
+    """Write A_i and, under credit `struct`, A_anchor_i into the episodes, and A_i,t into the rows of their agents. Failed
+    episodes are left out of their group."""
     # A_anchor_i = (R_anchor_i - mean_group R_anchor) / std_group R_anchor
     for group in groups:
         advantages = group_advantage([episode.rewards["R"] for episode in group.ran])
@@ -86,58 +86,18 @@ def assign_advantages(groups: Sequence[Group], cfg: GRPOConfig, anchor: Anchor) 
             episode.advantage = float(a)
             episode.anchor_advantage = float(a_anchor) if anchor.credit == "struct" else 0.0
 
+    mine = [episode for group in groups for episode in group.ran]
     if cfg.normalise == "batch":
         # A_i <- A_i / max(std_batch A, floor). The std (of n) is over all episodes of all ranks. A_anchor_i is unchanged.
-        mine = [episode for group in groups for episode in group.ran]
         batch = sum(gather([episode.advantage for episode in mine]), [])
         std = max(np.std(batch or [0.0]), STD_FLOOR)
         for episode in mine:
             episode.advantage /= std
 
-
-# ------------------------------------------------------------------------------------------------ what to train on
-
-
-@dataclass
-class TrainGroup:
-    """A group, or a part of it, as the loss needs it: the prompt once, and one suffix per trajectory: at most G, unless they are
-    sub-agents' reports."""
-
-    bundle: Bundle
-    advantages: np.ndarray  # float32 [N]: A_i,t
-    behaviour_logprobs: np.ndarray  # float32 [N]: log pi_behaviour
-
-
-class TrainTrajectory(NamedTuple):
-    """A trajectory, and the advantage of each of its tokens."""
-
-    trajectory: Trajectory
-    advantages: np.ndarray  # float32 [T]: A_i,t
-
-
-def make_train_groups(
-    groups: Sequence[Group], cfg: GRPOConfig, anchor: Anchor, subagents: bool = False
-) -> tuple[list[TrainGroup], float]:
-    """Return what this rank trains on, and the number of sampled tokens on all ranks, including those of skipped groups.
-    Failed episodes are left out of both."""
-    train_groups = []
-    tokens = 0
-    for group in groups:
-        # Give each trajectory the advantages of its tokens.
-        trajectories = []
-        for episode in group.ran:
-            trajectories.append(TrainTrajectory(episode.main, token_advantages(episode, anchor)))
-            if subagents:  # a report has its episode's A_i, without the anchor
-                for report in episode.subagents:
-                    advantages = np.full(len(report.ids), episode.advantage, np.float32)
-                    trajectories.append(TrainTrajectory(report, advantages))
-        tokens += sum(trajectory.n_sampled for trajectory, _ in trajectories)
-
-        # Skip a group that teaches nothing: it is flat, and there is no KL.
-        if cfg.kl_coef or not group.flat:
-            for part in share_prompts(trajectories, cfg.train_tokens):
-                train_groups.append(train_group_of(part))
-    return train_groups, float(sum(gather(tokens)))
+    for episode in mine:
+        episode.main.weights = token_advantages(episode, anchor)
+        for report in episode.subagents:  # it has its episode's A_i, without the anchor
+            report.weights = np.full(len(report.ids), episode.advantage, np.float32)
 
 
 def token_advantages(episode: Episode, anchor: Anchor) -> np.ndarray:
@@ -147,43 +107,26 @@ def token_advantages(episode: Episode, anchor: Anchor) -> np.ndarray:
     return (episode.advantage + anchor.lam * episode.anchor_advantage * struct).astype(np.float32)
 
 
-def share_prompts(trajectories: Sequence[TrainTrajectory], budget: int) -> list[list[TrainTrajectory]]:
-    """Group trajectories by prompt, so that each prompt is computed once. A part has at most `budget` tokens, unless a single
-    trajectory is longer. The next ones with that prompt start a new part, which repeats the prompt."""
-    parts: list[list[TrainTrajectory]] = []
-    newest: dict[tuple, list[TrainTrajectory]] = {}  # prompt_key -> its newest part
-    length: dict[tuple, int] = {}  # prompt_key -> the tokens of that part
-    for member in trajectories:
-        trajectory = member.trajectory
-        # The main agents of a group have the same prompt. Sub-agents' prompts with equal tokens, stamps included, can still
-        # show different pixels.
-        shown = [id(clip.pixels) for clip in trajectory.prompt_clips]
-        prompt_key = (tuple(trajectory.ids[: trajectory.prompt_length]), *shown)
-        n = len(trajectory.suffix)
-        if prompt_key not in newest or length[prompt_key] + n > budget:
-            newest[prompt_key] = []
-            length[prompt_key] = trajectory.prompt_length
-            parts.append(newest[prompt_key])
-        newest[prompt_key].append(member)
-        length[prompt_key] += n
-    return parts
+# ------------------------------------------------------------------------------------------------ what to train on
 
 
-def train_group_of(part: Sequence[TrainTrajectory]) -> TrainGroup:
-    """Bundle trajectories with the same prompt."""
-    first = part[0].trajectory
-    bundle = Bundle(first.ids[: first.prompt_length], [], [], list(first.prompt_clips))
-    advantages, behaviour_logprobs = [], []
-    for trajectory, own_advantages in part:
-        bundle.suffixes.append(trajectory.suffix)
-        bundle.masks.append(trajectory.mask[trajectory.prompt_length :])
-        bundle.clips.extend(trajectory.call_clips)
+def bundle_groups(groups: Sequence[Group], cfg: GRPOConfig, subagents: bool = False) -> tuple[list[Bundle], float]:
+    """Return what this rank trains on, and the number of sampled tokens on all ranks, including those of skipped groups.
+    Failed episodes are left out of both. `subagents`: train on their reports as well."""
+    bundles = []
+    tokens = 0
+    for group in groups:
+        rows = []
+        for episode in group.ran:
+            rows.append(episode.main)
+            if subagents:
+                rows += episode.subagents
+        tokens += sum(row.n_sampled for row in rows)
 
-        # Keep only the sampled tokens.
-        sampled = np.array(trajectory.mask, bool)
-        advantages.append(own_advantages[sampled])
-        behaviour_logprobs.append(np.array(trajectory.logprobs, np.float32)[sampled])
-    return TrainGroup(bundle, np.concatenate(advantages), np.concatenate(behaviour_logprobs))
+        # Skip a group that teaches nothing: it is flat, and there is no KL.
+        if cfg.kl_coef or not group.flat:
+            bundles += bundle_rows(rows, cfg.train_tokens)
+    return bundles, float(sum(gather(tokens)))
 
 
 # ------------------------------------------------------------------------------------------------ the loss
@@ -231,18 +174,18 @@ def token_losses(
 def accumulate(
     policy: Policy,
     reference: Policy | None,
-    train_groups: list[TrainGroup],
+    bundles: list[Bundle],
     total_tokens: float,
     temperature: float,
     cfg: GRPOConfig,
 ) -> dict[str, float]:
-    """Add the gradient of the loss over the train groups of all ranks. Return the metrics, averaged over the tokens of all ranks.
+    """Add the gradient of the loss over the bundles of all ranks. Return the metrics, averaged over the tokens of all ranks.
 
     `temperature`: the one at which the tokens were sampled."""
     # L = sum of l_i,t over all sampled tokens of all ranks / their number
-    sums = {"tokens": 0.0, "loss": 0.0, "logprob_gap": 0.0, "entropy": 0.0}  # also on a rank without groups
+    sums = {"tokens": 0.0, "loss": 0.0, "logprob_gap": 0.0, "entropy": 0.0}  # also on a rank without bundles
     largest_gap = 0.0
-    for micro in micro_batches(train_groups, cfg.train_tokens):
+    for micro in micro_batches(bundles, cfg.train_tokens):
         losses, stats = micro_batch_losses(policy, reference, micro, temperature, cfg)
         loss = losses.sum() / total_tokens
         loss.backward()
@@ -263,35 +206,29 @@ def accumulate(
 
 
 def micro_batch_losses(
-    policy: Policy, reference: Policy | None, micro: list[TrainGroup], temperature: float, cfg: GRPOConfig
+    policy: Policy, reference: Policy | None, micro: list[Bundle], temperature: float, cfg: GRPOConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss of each sampled token of a micro-batch, [N], and statistics, each [N]."""
     # Run policy and reference at the sampling temperature. A frozen vision tower runs once for both.
-    bundles = [group.bundle for group in micro]
-    output = policy(bundles, temperature)
-    logprobs = output.logprobs  # [N]
+    output = policy(micro, temperature)
     ref_logprobs = None
     if reference is not None:
         with torch.no_grad():
-            ref_logprobs = reference(bundles, temperature, output.features).logprobs  # [N]
-
-    # A rank without groups still takes part in every collective, with N = 0.
-    empty = np.zeros(0, np.float32)
-    advantages = np.concatenate([empty, *(group.advantages for group in micro)])
-    behaviour_logprobs = np.concatenate([empty, *(group.behaviour_logprobs for group in micro)])
-    advantages = torch.from_numpy(advantages).to(logprobs)  # [N]
-    behaviour_logprobs = torch.from_numpy(behaviour_logprobs).to(logprobs)  # [N]
+            ref_logprobs = reference(micro, temperature, output.features).logprobs  # [N]
 
     # One update per batch: pi_prox is pi without its gradient, so r is 1 and only carries the gradient.
-    prox_logprobs = logprobs.detach()  # [N]
-    losses, stats = token_losses(logprobs, prox_logprobs, behaviour_logprobs, ref_logprobs, advantages, cfg)
+    prox_logprobs = output.logprobs.detach()  # [N]
+    advantages = output.weights  # [N]: A_i,t
+    losses, stats = token_losses(
+        output.logprobs, prox_logprobs, output.behaviour_logprobs, ref_logprobs, advantages, cfg
+    )
     return losses, stats | {"entropy": output.entropies}
 
 
-def micro_batches(train_groups: list[TrainGroup], budget: int) -> list[list[TrainGroup]]:
-    """Return the groups of each forward pass. Ranks with fewer passes get empty ones, so all run the same collectives."""
+def micro_batches(bundles: list[Bundle], budget: int) -> list[list[Bundle]]:
+    """Return the bundles of each forward pass. Ranks with fewer passes get empty ones, so all run the same collectives."""
     mine = []
-    for members in best_fit([len(group.bundle) for group in train_groups], budget):
-        mine.append([train_groups[i] for i in members])
+    for members in best_fit([len(bundle) for bundle in bundles], budget):
+        mine.append([bundles[i] for i in members])
     max_batches = max(gather(len(mine)))
     return mine + [[]] * (max_batches - len(mine))

@@ -29,11 +29,10 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from data import draw_k, parse_task
 from episode import Group, Task, Trajectory, keep_episodes
-from grpo import GRPOConfig, TrainGroup, accumulate, assign_advantages, make_train_groups
+from grpo import GRPOConfig, accumulate, assign_advantages, bundle_groups
 from metrics import add_format_metrics, describe
 from rewards import RewardConfig, assign_rewards
 from rollout import AgentContext, RolloutConfig, overview, render_prompt, rollout
@@ -174,14 +173,14 @@ def train(
         add_format_metrics(groups, renderer, cfg.reward)
         refuse_empty(groups, step)
         assign_advantages(groups, cfg.grpo, cfg.reward.anchor)
-        train_groups, total_tokens = make_train_groups(groups, cfg.grpo, cfg.reward.anchor, cfg.rollout.subagents.train)
+        bundles, total_tokens = bundle_groups(groups, cfg.grpo, cfg.rollout.subagents.train)
         barrier()  # a rank that is ahead waits here, not inside NCCL
         clock.lap("reward")
 
         # Update. Before the first update, check that the trainer computes the engine's log-probs.
         if step == run.steps_done:
             require_agreement(policy, groups, cfg.rollout.temperature, cfg.rollout.subagents.temperature)
-        measured = accumulate(policy, reference, train_groups, total_tokens, cfg.rollout.temperature, cfg.grpo)
+        measured = accumulate(policy, reference, bundles, total_tokens, cfg.rollout.temperature, cfg.grpo)
         refuse_infinite_gap(measured["logprob_gap"], step)
         measured["grad_norm"] = 0.0
         if measured["learned_tokens"]:  # otherwise no rank has a group to learn from, and AdamW would only decay
@@ -199,7 +198,7 @@ def train(
         # Gather what this step measured. `seconds` ends with the sync: it includes no evaluation, log or save.
         measured |= clock.seconds | {"sampling_seconds": sampling_seconds}
         measured |= describe(groups, cfg.choices_of_k, step)
-        measured |= measure_run(sampler, policy, train_groups, clock)
+        measured |= measure_run(sampler, policy, bundles, clock)
 
         # Evaluate, and start to sample a later batch while this step is logged and saved.
         if cfg.val and run.is_time(step, cfg.eval_every):
@@ -217,11 +216,9 @@ def train(
         run.save(step)
 
 
-def measure_run(
-    sampler: "Sampler", policy: Policy, train_groups: Sequence[TrainGroup], clock: Clock
-) -> dict[str, float]:
+def measure_run(sampler: "Sampler", policy: Policy, bundles: Sequence[Bundle], clock: Clock) -> dict[str, float]:
     """Return a step's speed, and how many rows and servers are left out. All ranks call it."""
-    tokens = sum(len(group.bundle) for group in train_groups)
+    tokens = sum(map(len, bundles))
     measured = speed(policy.cfg, tokens, clock.seconds["train_seconds"])
     measured |= sum_over_ranks({"bad_rows": len(sampler.dataset.bad)})
     if sampler.cfg.rollout.uses_servers:
@@ -377,7 +374,7 @@ def require_agreement(
     ran = [episode for group in groups for episode in group.ran]
     main, report = [], []
     if ran:
-        episode = min(ran, key=lambda episode: (not episode.n_executed, len(episode.main.ids)))
+        episode = min(ran, key=lambda episode: (not episode.n_executed, len(episode.main.all_ids)))
         main = [episode.main]
         report = episode.subagents[:1]
 
@@ -393,20 +390,12 @@ def require_agreement(
     print0(f"trainer and engine agree: their log-probs differ by {largest:.4f} on average")
 
 
-def logprob_gap(policy: Policy, trajectories: Sequence[Trajectory], temperature: float) -> float:
+def logprob_gap(policy: Policy, rows: Sequence[Trajectory], temperature: float) -> float:
     """Return the mean |trainer's - engine's log-prob| of the sampled tokens; 0 if there are none. All ranks call it."""
-    behaviour_logprobs = []
-    for trajectory in trajectories:
-        behaviour_logprobs += [p for p, sampled in zip(trajectory.logprobs, trajectory.mask) if sampled]
-    gaps = (trainer_logprobs(policy, trajectories, temperature) - torch.tensor(behaviour_logprobs)).abs()
-    return gaps.sum().item() / max(1, len(gaps))
-
-
-def trainer_logprobs(policy: Policy, trajectories: Sequence[Trajectory], temperature: float) -> Tensor:
-    """Return the trainer's log-probs of the sampled tokens. All ranks call it."""
-    bundles = [Bundle.conversation(t.ids, t.mask, t.clips) for t in trajectories]
     with torch.no_grad():
-        return policy(bundles, temperature).logprobs.cpu()
+        output = policy([Bundle(row.prompt, [row]) for row in rows], temperature)
+    gaps = (output.logprobs - output.behaviour_logprobs).abs()
+    return gaps.sum().item() / max(1, len(gaps))
 
 
 def refuse_infinite_gap(gap: float, step: int) -> None:

@@ -26,8 +26,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
-from episode import Call, Episode, Group, Task, Trajectory
+from episode import NO_PROMPT, Call, Episode, Group, Prompt, Task, Trajectory
 from runtime.calls import parse_calls
 from runtime.config import refuse_below_1
 from runtime.dataset import RowError, row_errors
@@ -122,6 +123,10 @@ class AgentContext:
     """Receives each event as it happens: ("turn", its text), ("clip", the Call), ("report", the Call). `ask` prints them."""
     stopped: threading.Event = field(default_factory=threading.Event)
     """Once it is set, no agent starts another turn."""
+    subagent_prompts: WeakValueDictionary = field(default_factory=WeakValueDictionary)
+    """What a sub-agent is shown -> its prompt, while an agent holds it. A prompt holds its frames, so their id is not reused."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a sub-agent's prompt is made."""
 
 
 class Stopped(Exception):
@@ -136,7 +141,7 @@ def derive_seed(*parts: Any) -> int:
 # ------------------------------------------------------------------------------------------------ one episode
 
 
-def render_prompt(task: Task, k: int, context: AgentContext) -> Rendered:
+def render_prompt(task: Task, k: int, context: AgentContext) -> Prompt:
     """Render a task's prompt, which all episodes of its group share."""
     cfg, renderer = context.cfg, context.renderer
     clips = overview(task, k, context.videos, renderer.contract)
@@ -144,7 +149,8 @@ def render_prompt(task: Task, k: int, context: AgentContext) -> Rendered:
     messages = renderer.prompts.main_messages(
         task.question, task.videos, clips, renderer.contract, with_tools, cfg.tool_return
     )
-    return renderer.render(messages, list(cfg.schemas.values()) or None, generate=True)
+    rendered = renderer.render(messages, list(cfg.schemas.values()) or None, generate=True)
+    return Prompt(rendered.ids, rendered.clips)
 
 
 def overview(task: Task, k: int, videos: Videos, contract: VisualContract) -> list[Clip]:
@@ -161,10 +167,10 @@ def overview(task: Task, k: int, videos: Videos, contract: VisualContract) -> li
     return [videos.overview(path, share, contract.frame_size) for path, share in zip(task.videos, shares)]
 
 
-def run_episode(context: AgentContext, task: Task, k: int, prompt: Rendered, seed: int) -> Episode:
+def run_episode(context: AgentContext, task: Task, k: int, prompt: Prompt, seed: int) -> Episode:
     """Run one episode: the main agent calls tools and reads their results until it answers."""
     started = time.perf_counter()
-    main = open_trajectory(prompt)
+    main = Trajectory(prompt)
     episode = Episode(task, k, main, seed=seed)
     turns_with_calls, calls_per_turn = context.cfg.call_limits
     try:
@@ -188,13 +194,6 @@ def run_episode(context: AgentContext, task: Task, k: int, prompt: Rendered, see
         episode.fail(error)
     episode.seconds = time.perf_counter() - started
     return episode
-
-
-def open_trajectory(prompt: Rendered) -> Trajectory:
-    """Return a trajectory that holds only the prompt."""
-    trajectory = Trajectory(prompt_clips=list(prompt.clips), prompt_length=len(prompt.ids))
-    append_given(trajectory, prompt.ids)
-    return trajectory
 
 
 def append_given(trajectory: Trajectory, ids: list[int]) -> None:
@@ -228,7 +227,7 @@ def append_rendered(context: AgentContext, trajectory: Trajectory, delta: Render
     # A turn that stopped at another token, such as <|endoftext|> or </tool_call>, still needs the template's end of turn.
     if trajectory.ids[-1] != context.renderer.end_of_turn:
         ids = [context.renderer.end_of_turn, *ids]
-    if len(trajectory.ids) + len(ids) + MIN_TURN_TOKENS > context.cfg.max_context:
+    if len(trajectory.all_ids) + len(ids) + MIN_TURN_TOKENS > context.cfg.max_context:
         trajectory.finish = "length"
         return False
     append_given(trajectory, ids)
@@ -261,17 +260,17 @@ def sample_turn(
     """Sample at most `max_new_tokens` tokens, and append exactly the ids that the engine returned."""
     if context.stopped.is_set():
         raise Stopped("the run was ended")
-    n, max_context = len(trajectory.ids), context.cfg.max_context
+    n, max_context = len(trajectory.all_ids), context.cfg.max_context
     if n >= max_context:
         raise EngineError(f"a prompt of {n} tokens fills max_context = {max_context}; raise it")
     sample = context.engine.generate(
+        trajectory.prompt,
         trajectory.ids,
-        trajectory.clips,
+        trajectory.call_clips,
         max_new_tokens=min(max_new_tokens, max_context - n),
         temperature=temperature,
         seed=seed,
         stop=stop,
-        shared_prefix=trajectory.prompt_length,
     )
     forbidden = set(sample.ids) & set(context.renderer.never_sampled)
     if forbidden:
@@ -348,16 +347,29 @@ def ask_subagent(context: AgentContext, clip: ClipForSubagent, seed: int) -> tup
     """Ask a sub-agent for a report: same weights, fresh context. It reads only these frames and the tool's request, not the
     question (as in the paper)."""
     cfg, renderer = context.cfg.subagents, context.renderer
-    messages = renderer.prompts.subagent_messages(
-        clip.frames, clip.window, renderer.contract, clip.request, clip.system
-    )
-    trajectory = open_trajectory(renderer.render(messages, generate=True))
+    trajectory = Trajectory(subagent_prompt(context, clip))
     sample_turn(context, trajectory, cfg.max_new_tokens, cfg.temperature, seed, renderer.ends_of_turn)
-    start, end = trajectory.prompt_length, len(trajectory.ids)
-    trajectory.turns.append((start, end))
+    said = trajectory.ids
+    trajectory.turns.append((0, len(said)))
     if trajectory.finish == "stop":
-        end -= 1  # drop the end of turn
-    return trajectory, renderer.decode(trajectory.ids[start:end]).strip() or NO_REPORT
+        said = said[:-1]  # without the end of turn
+    return trajectory, renderer.decode(said).strip() or NO_REPORT
+
+
+def subagent_prompt(context: AgentContext, clip: ClipForSubagent) -> Prompt:
+    """Render a sub-agent's prompt, once for all sub-agents that see the same frames of a window and read the same words."""
+    renderer = context.renderer
+    shown = (id(clip.frames.pixels), clip.frames.times, clip.window, clip.request, clip.system)
+    with context.lock:
+        prompt = context.subagent_prompts.get(shown)
+        if prompt is None:
+            messages = renderer.prompts.subagent_messages(
+                clip.frames, clip.window, renderer.contract, clip.request, clip.system
+            )
+            rendered = renderer.render(messages, generate=True)
+            prompt = Prompt(rendered.ids, rendered.clips)
+            context.subagent_prompts[shown] = prompt
+    return prompt
 
 
 # ------------------------------------------------------------------------------------------------ many episodes
@@ -397,16 +409,16 @@ def rollout(
     return groups
 
 
-def prepare_prompt(context: AgentContext, group: Group) -> Rendered:
+def prepare_prompt(context: AgentContext, group: Group) -> Prompt:
     with row_errors():  # any exception becomes a RowError
         return render_prompt(group.task, group.k, context)
 
 
-def run_one(context: AgentContext, group: Group, prompt: Future[Rendered], seed: int) -> Episode:
+def run_one(context: AgentContext, group: Group, prompt: Future[Prompt], seed: int) -> Episode:
     """Run one episode of a group. Without a prompt, every episode of the group fails."""
     try:
         rendered = prompt.result()
     except RowError as error:
         kind = "VideoError" if isinstance(error.__cause__, VideoError) else "RowError"
-        return Episode(group.task, group.k, Trajectory(), seed=seed, error_kind=kind, error_text=str(error))
+        return Episode(group.task, group.k, Trajectory(NO_PROMPT), seed=seed, error_kind=kind, error_text=str(error))
     return run_episode(context, group.task, group.k, rendered, seed)

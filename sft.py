@@ -21,18 +21,19 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from data import Dialogue, Media, parse_dialogue
-from episode import Call
+from episode import Call, Prompt, Trajectory
 from runtime.calls import parse_calls
 from runtime.checkpoints import load_policy
 from runtime.config import refuse_below_1, suggest
 from runtime.dataset import DataConfig, DataError, Dataset, RowError, row_errors
 from runtime.distributed import gather, init_distributed, rank, sum_over_ranks, world_size
-from runtime.packing import Bundle, best_fit
+from runtime.packing import Bundle, best_fit, bundle_rows
 from runtime.plan import Plan, plan_training
 from runtime.policy import Policy
 from runtime.render import TAG, Renderer
@@ -137,29 +138,31 @@ def train(cfg: SFTConfig, policy: Policy, batches: "Batches", held_out: "list[Mi
 # ------------------------------------------------------------------------------------------------ the loss
 
 
-@dataclass
-class MicroBatch:
-    """Bundles that share a forward pass, and the loss inputs of their N target tokens, ordered by (bundle, token)."""
+class MicroBatch(NamedTuple):
+    """Bundles that share a forward pass."""
 
     bundles: list[Bundle]
-    loss_weights: np.ndarray  # float32 [N]: w_t
-    kinds: np.ndarray  # str [N]: one of TOKEN_KINDS
+    kinds: np.ndarray  # str [N]: one of TOKEN_KINDS for each target, only to log the loss by kind
+
+    @property
+    def weight(self) -> float:
+        """The sum of w_t over its targets."""
+        return float(sum(np.sum(row.weights) for bundle in self.bundles for row in bundle.rows))
 
 
 def batch_loss(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
     """Return the loss L over the micro-batches of all ranks, and the mean loss by kind of token. With gradients enabled, also
     add the gradient of L."""
     # Pad with empty micro-batches: all ranks must run the same collectives.
-    empty = MicroBatch([], np.zeros(0, np.float32), np.zeros(0, str))
+    empty = MicroBatch([], np.zeros(0, str))
     batch = batch + [empty] * (max(gather(len(batch))) - len(batch))
 
-    own_weight = float(sum(micro.loss_weights.sum() for micro in batch))
-    total = sum(gather(own_weight))  # sum_t w_t over all ranks
+    total = sum(gather(sum(micro.weight for micro in batch)))  # sum_t w_t over all ranks
     sums = Counter(loss=0.0, tokens=0.0)  # an empty batch adds no other keys
     for micro in batch:
-        nll = -policy(micro.bundles).logprobs  # [N]
-        weights = torch.from_numpy(micro.loss_weights).to(nll)  # [N]
-        loss = (weights * nll).sum() / total
+        output = policy(micro.bundles)
+        nll = -output.logprobs  # [N]
+        loss = (output.weights * nll).sum() / total
         if loss.requires_grad:  # not on held-out rows
             loss.backward()
 
@@ -185,22 +188,23 @@ def batch_loss(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------ rows
 
 
-def encode_row(dialogue: Dialogue, cfg: SFTConfig, renderer: Renderer, videos: Videos) -> Bundle:
-    """Return the dialogue's bundle, or raise RowError if it cannot be used."""
+def encode_row(dialogue: Dialogue, cfg: SFTConfig, renderer: Renderer, videos: Videos) -> Trajectory:
+    """Return the dialogue's row, or raise RowError if it cannot be used."""
     with row_errors():
-        bundle = encode_dialogue(dialogue, videos, renderer, list(cfg.schemas.values()))
-    if len(bundle) > cfg.pack_tokens:
-        raise RowError(f"{len(bundle)} tokens, more than pack_tokens = {cfg.pack_tokens}")
-    return bundle
+        row = encode_dialogue(dialogue, videos, renderer, list(cfg.schemas.values()))
+    if len(row.ids) > cfg.pack_tokens:
+        raise RowError(f"{len(row.ids)} tokens, more than pack_tokens = {cfg.pack_tokens}")
+    return row
 
 
 def count_tokens(dialogue: Dialogue, cfg: SFTConfig, renderer: Renderer, videos: Videos) -> int:
     """Return the length of a dialogue with its prompt."""
-    return len(encode_row(dialogue, cfg, renderer, videos))
+    return len(encode_row(dialogue, cfg, renderer, videos).ids)
 
 
-def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tools: list[dict]) -> Bundle:
-    """Encode a dialogue as tokens and frames, with mask 1 on the assistant's tokens only."""
+def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tools: list[dict]) -> Trajectory:
+    """Encode a dialogue as a row, with mask 1 on the assistant's tokens only. It shares its prompt with no other row, so it
+    continues an empty one."""
     refuse_calls_of_other_tools(dialogue, tools if dialogue.agent == "main" else [])
     prompts, contract = renderer.prompts, renderer.contract
     clips = [media.frames(videos, contract) for media in dialogue.media]
@@ -225,7 +229,7 @@ def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tool
         messages.append({"role": turn["role"], "content": content})
 
     rendered = renderer.render(messages, tools if dialogue.agent == "main" else None)
-    return Bundle.conversation(rendered.ids, rendered.mask, rendered.clips)
+    return Trajectory(Prompt([], []), rendered.ids, rendered.mask, call_clips=rendered.clips)
 
 
 def refuse_calls_of_other_tools(dialogue: Dialogue, tools: list[dict]) -> None:
@@ -282,26 +286,29 @@ class Batches:
         with ThreadPoolExecutor(2 * self.cfg.decoders, "row") as readers:
             encode = partial(encode_row, cfg=self.cfg, renderer=self.renderer, videos=self.videos)
             futures = [readers.submit(encode, draw.item) for draw in draws]
-        rows, row_weights = [], []
+        rows, kinds_of_rows = [], []
         for draw, future in zip(draws, futures):
             try:
-                rows.append(future.result())
-                row_weights.append(draw.loss_weight)
+                row = future.result()
             except RowError as error:
                 if self.videos.closed:  # the run is ending, and no row is at fault
                     raise
                 self.dataset.reject(draw.origin, str(error))
+                continue
+            kinds = target_kinds(row, self.renderer)
+            row.weights = np.zeros(len(row.ids), np.float32)
+            row.weights[np.flatnonzero(row.mask)] = [
+                draw.loss_weight * self.cfg.kind_weights.get(kind, 1.0) for kind in kinds
+            ]
+            rows.append(row)
+            kinds_of_rows.append(kinds)
 
         # Pack them into micro-batches.
         batch = []
-        for members in best_fit([len(bundle) for bundle in rows], self.cfg.pack_tokens):
-            loss_weights, kinds = [], []
-            for i in members:
-                for kind in target_kinds(rows[i], self.renderer):
-                    loss_weights.append(row_weights[i] * self.cfg.kind_weights.get(kind, 1.0))
-                    kinds.append(kind)
-            bundles = [rows[i] for i in members]
-            batch.append(MicroBatch(bundles, np.array(loss_weights, np.float32), np.array(kinds, str)))
+        bundles = bundle_rows(rows, self.cfg.pack_tokens)  # one per row
+        for members in best_fit([len(bundle) for bundle in bundles], self.cfg.pack_tokens):
+            kinds = sum((kinds_of_rows[i] for i in members), [])
+            batch.append(MicroBatch([bundles[i] for i in members], np.array(kinds, str)))
         return batch
 
 
@@ -318,13 +325,12 @@ KIND_PATTERNS = {
 TOKEN_KINDS = ("prose", *KIND_PATTERNS)
 
 
-def target_kinds(bundle: Bundle, renderer: Renderer) -> list[str]:
+def target_kinds(row: Trajectory, renderer: Renderer) -> list[str]:
     """Return the kind of each target token, one of TOKEN_KINDS."""
-    [ids], [mask] = bundle.suffixes, bundle.masks
     kinds = []
-    edges = np.flatnonzero(np.diff([0, *mask, 0]))  # start, end, start, end, ... of the assistant's turns
+    edges = np.flatnonzero(np.diff([0, *row.mask, 0]))  # start, end, start, end, ... of the assistant's turns
     for start, stop in zip(edges[::2], edges[1::2]):
-        turn = ids[start:stop]
+        turn = row.ids[start:stop]
         kind_at = character_kinds(renderer.decode(turn))
         for token, (first, last) in zip(turn, renderer.offsets(turn), strict=True):
             if token in renderer.ends_of_turn:

@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from episode import Call, Episode, Task, Trajectory
+from episode import NO_PROMPT, Call, Episode, Prompt, Task, Trajectory
 from evals.benchmarks import Item, with_subtitles
 from rewards import turn_texts
 from rollout import (
@@ -37,7 +37,6 @@ from rollout import (
     append_rendered,
     derive_seed,
     end_turn_at,
-    open_trajectory,
     render_prompt,
     run_episode,
     sample_turn,
@@ -87,7 +86,7 @@ def run_protocol(context: AgentContext, item: Item, k: int, seed: int, cfg: Prom
     task = item.task
     if len(task.videos) != 1 and cfg.protocol != "agent":
         raise ValueError(f"task {task.id} has {len(task.videos)} videos: the protocol {cfg.protocol!r} takes only one")
-    attempt = Attempt(context, Episode(task, k, Trajectory(), seed=seed), cfg)
+    attempt = Attempt(context, Episode(task, k, Trajectory(NO_PROMPT), seed=seed), cfg)
     answer = None
     started = time.perf_counter()
     try:
@@ -194,7 +193,7 @@ class Attempt:
         prompt = renderer.render(messages, tools, generate=True)
         if tools and prompt.ids == renderer.render(messages, generate=True).ids:
             raise ContractError("the chat template renders no tools: put its authors' into chat_template.jinja")
-        return open_trajectory(prompt)
+        return Trajectory(Prompt(prompt.ids, prompt.clips))
 
     def converse(
         self, turns: int, reply: Callable[["Attempt", str, int], list[list]], role: str = "user", closing: str = ""

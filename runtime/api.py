@@ -115,8 +115,9 @@ class OpenAI(Engine):
         self.api = api
         self.renderer = renderer
 
-    def generate(self, ids, clips, *, max_new_tokens, temperature, seed, stop=(), shared_prefix=0) -> Sample:
-        said, finish = ask(self.api, self.messages(ids, clips), max_tokens=max_new_tokens, temperature=temperature)
+    def generate(self, prompt, ids, clips, *, max_new_tokens, temperature, seed, stop=()) -> Sample:
+        messages = self.messages(prompt.ids + ids, [*prompt.clips, *clips])
+        said, finish = ask(self.api, messages, max_tokens=max_new_tokens, temperature=temperature)
         # The reply may spell control tokens. It comes from outside, so they stay text.
         sampled = self.renderer.encode(self.renderer.inert(said, "assistant"))
         if finish == "stop":

@@ -1,6 +1,6 @@
 """engine.py: the interface of the engines that sample an agent's turns: token ids in, token ids out.
 
-    sample = engine.generate(ids, clips, max_new_tokens=512, temperature=0.7, seed=1, stop=(im_end,))
+    sample = engine.generate(prompt, ids, clips, max_new_tokens=512, temperature=0.7, seed=1, stop=(im_end,))
     engine.update_weights(snapshot_dir, version)                 # safetensors; every later sample carries the version
     results = run_all(engine, jobs, 256)                         # jobs that call the engine, 256 at a time
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from episode import Prompt
 from runtime.video import Clip
 
 
@@ -34,11 +35,11 @@ class Engine:  # every engine has its own `generate`; the other methods may do n
     servers = ()  # SGLang's, those in use
 
     def generate(
-        self, ids: list[int], clips: Sequence[Clip], *, max_new_tokens: int, temperature: float, seed: int,
-        stop: tuple[int, ...] = (), shared_prefix: int = 0,
+        self, prompt: Prompt, ids: list[int], clips: Sequence[Clip], *, max_new_tokens: int, temperature: float,
+        seed: int, stop: tuple[int, ...] = (),
     ) -> Sample:  # fmt: skip
-        """Sample a continuation of `ids` up to an end-of-turn token, a token in `stop` or `max_new_tokens`. Other requests can
-        share the first `shared_prefix` ids (0: unknown); the engine prefills those once."""
+        """Sample a continuation of the prompt and `ids`, up to an end-of-turn token, a token in `stop` or `max_new_tokens`.
+        `clips`: those of `ids`. The engine prefills a prompt once for all requests that hold the same object."""
 
     def announce(self, change: int) -> None:
         """Tell the engine that `change` more threads (fewer if negative) are about to call `generate`."""

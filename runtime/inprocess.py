@@ -32,6 +32,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AttentionInterface, AutoModelForImageTextToText, Cache, DynamicLayer
 
+from episode import NO_PROMPT, Prompt, Trajectory
 from runtime.checkpoints import published_names, refuse_quantized, weight_files
 from runtime.engine import Engine, EngineError, Sample
 from runtime.packing import Bundle, pack_bundles
@@ -45,14 +46,13 @@ from runtime.visual import read_json
 class Request:
     """One call of `generate`, and the tokens sampled for it so far."""
 
-    ids: list[int]
-    clips: tuple[Clip, ...]
+    prompt: Prompt
+    ids: list[int]  # after the prompt
+    clips: list[Clip]  # those of `ids`
     max_new_tokens: int
     temperature: float
     seed: int
     stop: frozenset[int]
-    shared_prefix: int  # number of leading ids that are prefilled once for all requests that share them
-    prompt_key: tuple = field(init=False)  # equal for the same shared ids and frame arrays, which are prefilled once
     random: np.random.Generator = field(init=False)
     result: Future = field(default_factory=Future)  # will hold the Sample
     position: int = 0  # M-RoPE position of the first sampled token
@@ -61,8 +61,16 @@ class Request:
     ended: bool = False
 
     def __post_init__(self):
-        self.prompt_key = (tuple(self.ids[: self.shared_prefix]), tuple(id(clip.pixels) for clip in self.clips))
         self.random = np.random.Generator(np.random.Philox(self.seed))
+
+    def __len__(self) -> int:
+        return len(self.prompt.ids) + len(self.ids)
+
+    @property
+    def n_shared(self) -> int:
+        """How many ids are prefilled once for all requests with this prompt. The last id of all is left out: the first token is
+        sampled from its logits."""
+        return min(len(self.prompt.ids), len(self) - 1)
 
     def append_sampled(self, token: int, logprob: float, version: int) -> None:
         self.sampled.append(token)
@@ -101,11 +109,9 @@ class InProcess(Engine):
         self._thread.start()
         atexit.register(self.close)  # a thread inside torch must not outlive the interpreter
 
-    def generate(self, ids, clips, *, max_new_tokens, temperature, seed, stop=(), shared_prefix=0) -> Sample:
-        # Keep the last id out of the shared prefix: the first token is sampled from its logits.
-        shared_prefix = min(shared_prefix or len(ids), len(ids) - 1)
+    def generate(self, prompt, ids, clips, *, max_new_tokens, temperature, seed, stop=()) -> Sample:
         stops = frozenset(self.renderer.ends_of_turn) | frozenset(stop)
-        request = Request(list(ids), tuple(clips), max_new_tokens, temperature, seed, stops, shared_prefix)
+        request = Request(prompt, list(ids), list(clips), max_new_tokens, temperature, seed, stops)
         with self._changed:
             if self.closed:
                 raise EngineError("the engine is closed")
@@ -163,12 +169,12 @@ def cut_into_batches(requests: Sequence[Request], max_tokens: int) -> list[list[
     """Sort requests and cut them into batches of at most `max_tokens` keys, including padding and tokens still to be sampled.
     Up to a quarter can be padding: a tighter limit needs more batches, and each batch reads the weights once per token."""
     batches: list[list[Request]] = []
-    for request in sorted(requests, key=lambda r: (r.shared_prefix, len(r.ids), r.seed)):
+    for request in sorted(requests, key=lambda r: (r.n_shared, len(r), r.seed)):
         if batches:
             rows = [*batches[-1], request]
-            longest = max(len(r.ids) for r in rows)
+            longest = max(len(r) for r in rows)
             max_new = max(r.max_new_tokens for r in rows)
-            padding = sum(longest - len(r.ids) for r in rows)
+            padding = sum(longest - len(r) for r in rows)
             if len(rows) * (longest + max_new) <= max_tokens and padding <= max_tokens // 4:
                 batches[-1].append(request)
                 continue
@@ -181,7 +187,7 @@ class _Batch:
 
     def __init__(self, engine: InProcess, requests: Sequence[Request]):
         self.engine, self.model, self.renderer = engine, engine.model, engine.renderer
-        self.bundles, self.requests = bundle_requests(requests, engine.renderer)
+        self.bundles, self.requests = bundle_requests(requests)
         self.device = self.model.device
         self.cache = Cache(layer_class_to_replicate=_Keys)
 
@@ -254,15 +260,15 @@ class _Batch:
         hidden = run_text_model(self.model, packed, visual, kernel, **cache)  # [L, H]
 
         # 4. Give each request its own row: the indices of its keys in the sequence, padded on the left.
-        suffixes = [segment for segment in packed.segments if not segment.is_prompt]
-        longest = max(len(suffix.key_positions()) for suffix in suffixes)
-        places = np.zeros((len(suffixes), longest), np.int64)  # [B, keys]
-        real = np.zeros((len(suffixes), longest), bool)  # [B, keys]
-        for i, suffix in enumerate(suffixes):
-            keys = suffix.key_positions()
+        segments = [segment for segment in packed.segments if not segment.is_prompt]
+        longest = max(len(segment.key_positions()) for segment in segments)
+        places = np.zeros((len(segments), longest), np.int64)  # [B, keys]
+        real = np.zeros((len(segments), longest), bool)  # [B, keys]
+        for i, segment in enumerate(segments):
+            keys = segment.key_positions()
             places[i, -len(keys) :] = keys
             real[i, -len(keys) :] = True
-            self.requests[i].position = int(packed.positions[:, suffix.stop - 1].max()) + 1
+            self.requests[i].position = int(packed.positions[:, segment.stop - 1].max()) + 1
         places = torch.from_numpy(places).to(self.device)
         for layer in self.cache.layers:  # [1, heads, L, size] -> [B, heads, keys, size]
             layer.keys = layer.keys[0][:, places].transpose(0, 1)
@@ -271,32 +277,24 @@ class _Batch:
         return hidden[places[:, -1]], torch.from_numpy(real).to(self.device)
 
 
-def bundle_requests(requests: Sequence[Request], renderer: Renderer) -> tuple[list[Bundle], list[Request]]:
-    """Return one bundle per prompt, with one suffix per request, and the requests in the order of the suffixes."""
-    by_prompt: dict[tuple, list[Request]] = {}
+def bundle_requests(requests: Sequence[Request]) -> tuple[list[Bundle], list[Request]]:
+    """Return one bundle per shared prompt, with a row without targets per request, and the requests in the order of the rows."""
+    sharing: dict[tuple[Prompt, int], list[Request]] = {}
     for request in requests:
-        by_prompt.setdefault(request.prompt_key, []).append(request)
+        sharing.setdefault((request.prompt, request.n_shared), []).append(request)
 
     bundles = []
-    for sharing in by_prompt.values():
-        first = sharing[0]
-        length = first.shared_prefix if len(sharing) > 1 else 0  # a lone request is one suffix of an empty prompt
-        prompt = first.ids[:length]
-        # Count the clips whose pads are in the prompt. The remaining clips belong to the suffixes.
-        shown = 0
-        pads = prompt.count(renderer.image_pad)
-        while pads > 0:
-            count, height, width, _ = first.clips[shown].pixels.shape
-            pads -= count * renderer.contract.frame_tokens(width, height)
-            shown += 1
-        bundle = Bundle(prompt, [], [], list(first.clips[:shown]))
-        for request in sharing:
-            rest = request.ids[length:]
-            bundle.suffixes.append(rest)
-            bundle.masks.append([0] * len(rest))
-            bundle.clips += request.clips[shown:]
+    for (prompt, n_shared), members in sharing.items():
+        shared = Prompt(prompt.ids[:n_shared], prompt.clips)
+        if len(members) == 1:  # it has nobody to share with: it is one row of an empty prompt
+            shared = NO_PROMPT
+        bundle = Bundle(shared, [])
+        for request in members:
+            ids = (prompt.ids + request.ids)[len(shared.ids) :]
+            clips = [*prompt.clips, *request.clips][len(shared.clips) :]
+            bundle.rows.append(Trajectory(shared, ids, [0] * len(ids), call_clips=clips))
         bundles.append(bundle)
-    return bundles, [request for sharing in by_prompt.values() for request in sharing]
+    return bundles, [request for members in sharing.values() for request in members]
 
 
 def sample_tokens(logits: Tensor, temperatures: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:

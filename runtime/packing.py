@@ -1,13 +1,15 @@
-"""packing.py: the layout of bundles in one flat sequence, each shared prompt once. policy.py runs the model over it.
+"""packing.py: rows that share a prompt, and their layout in one flat sequence. policy.py runs the model over it.
 
+    bundles = bundle_rows(rows, budget)                      # rows with the same prompt, together
     packed = pack_bundles(bundles, image_pad, cell)          # ids, positions, segments, and where the targets are
 
-    tokens      prompt a | suffix a1 | suffix a2 | prompt b | suffix b1 | ...
+    tokens      prompt a | row a1 | row a2 | prompt b | row b1 | ...
     positions   0 .. p-1 | p p+1 ... | p p+1 ... | 0 ...                         p: M-RoPE's position after the prompt
-    attention   a2 sees prompt a and itself, causally; no token sees another suffix or bundle
+    attention   a2 sees prompt a and itself, causally; no token sees another row or bundle
 
-For G suffixes of one prompt, the model runs prompt + G * suffix tokens instead of G * (prompt + suffix), and the vision tower
-encodes the prompt's frames once. An SFT row is a bundle with one suffix, so it is packed the same way.
+For G rows of one prompt, the model runs prompt + G * row tokens instead of G * (prompt + row), and the vision tower encodes the
+prompt's frames once. An SFT row continues an empty prompt, so it is packed the same way. So are the requests of the in-process
+engine: rows without targets.
 
 Letters in shapes: L tokens of the flat sequence, N targets among them.
 
@@ -20,34 +22,51 @@ from typing import NamedTuple
 
 import numpy as np
 
+from episode import Prompt, Trajectory
 from runtime.video import Clip
 
 
 @dataclass
 class Bundle:
-    """One prompt and the suffixes that continue it: the unit of training for SFT and RL.
+    """One prompt and the rows that continue it: the unit of a forward pass.
 
-    Two answers to one question, of 2 and 3 tokens, and the log-probs that they need (N = 4; the first token was forced):
+    Two answers to one question, of 2 and 3 tokens, whose log-probs are needed at N = 4 tokens (the first of `b` was forced):
 
-        Bundle(prompt=[5, 6, 7], suffixes=[[8, 9], [8, 4, 9]], masks=[[1, 1], [0, 1, 1]], clips=[overview])
+        prompt = Prompt(ids=[5, 6, 7], clips=[overview])
+        a = Trajectory(prompt, ids=[8, 9], mask=[1, 1])
+        b = Trajectory(prompt, ids=[8, 4, 9], mask=[0, 1, 1])
+        Bundle(prompt, rows=[a, b])
     """
 
-    prompt: list[int]
-    suffixes: list[list[int]]
-    masks: list[list[int]]  # per suffix: 1 on the tokens whose log-probs are computed
-    clips: list[Clip]  # of the prompt, then of each suffix, in the order of their pads
-
-    @classmethod
-    def conversation(cls, ids: list[int], mask: list[int], clips: list[Clip]) -> "Bundle":
-        """Return the bundle of one whole conversation: an empty prompt and a single suffix."""
-        return cls([], [ids], [mask], clips)
+    prompt: Prompt
+    rows: list[Trajectory]
 
     def __len__(self) -> int:
-        return len(self.prompt) + sum(map(len, self.suffixes))
+        return len(self.prompt.ids) + sum(len(row.ids) for row in self.rows)
+
+    @property
+    def clips(self) -> list[Clip]:
+        """The clips of the prompt, then of each row, in the order of their pads."""
+        return self.prompt.clips + [clip for row in self.rows for clip in row.call_clips]
+
+
+def bundle_rows(rows: Sequence[Trajectory], budget: int) -> list[Bundle]:
+    """Put rows with the same prompt into bundles of at most `budget` tokens, unless a single row is longer. The next row with
+    that prompt begins a new bundle, which repeats the prompt."""
+    bundles: list[Bundle] = []
+    newest: dict[Prompt, Bundle] = {}
+    for row in rows:
+        bundle = newest.get(row.prompt)
+        if bundle is None or len(bundle) + len(row.ids) > budget:
+            bundle = Bundle(row.prompt, [])
+            newest[row.prompt] = bundle
+            bundles.append(bundle)
+        bundle.rows.append(row)
+    return bundles
 
 
 class Segment(NamedTuple):
-    """A prompt or a suffix: tokens [start, stop) of the flat sequence. Each token sees tokens [prompt_start, prompt_stop)
+    """A prompt or a row: tokens [start, stop) of the flat sequence. Each token sees tokens [prompt_start, prompt_stop)
     and the segment's own tokens up to itself. For a prompt, [prompt_start, prompt_stop) is empty."""
 
     start: int
@@ -70,6 +89,8 @@ class Packed:
     segments: list[Segment]
     predictors: np.ndarray  # int64 [N]: index of the token before each target, whose hidden state predicts it
     targets: np.ndarray  # int64 [N]: ids of the targets
+    weights: np.ndarray  # float32 [N]: the targets' weights in the loss
+    behaviour_logprobs: np.ndarray  # float32 [N]: their log-probs when they were sampled
 
 
 def rope_positions(
@@ -116,10 +137,10 @@ def rope_positions(
 def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed:
     """Pack bundles into one sequence. `cell`: side in pixels of the square that becomes one visual token."""
     if not any(map(len, bundles)):  # every rank must run the model: over one token, without targets
-        bundles = [*bundles, Bundle([0], [], [], [])]
+        bundles = [*bundles, Bundle(Prompt([0], []), [])]
     ids, positions = [], []
-    nothing = np.zeros(0, np.int64)
-    predictors, targets = [nothing], [nothing]
+    predictors, targets = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    weights, behaviour_logprobs = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)]
     segments: list[Segment] = []
     end = 0  # tokens placed so far
     for bundle in bundles:
@@ -129,7 +150,7 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
             images += [(height // cell, width // cell)] * len(clip.pixels)
 
         # The prompt.
-        prompt = np.array(bundle.prompt, np.int64)
+        prompt = np.array(bundle.prompt.ids, np.int64)
         prompt_start, prompt_stop = end, end + len(prompt)
         placed, after_prompt, shown = rope_positions(prompt, images, image_pad, start=0)
         images = images[shown:]
@@ -138,24 +159,28 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
         segments.append(Segment(prompt_start, prompt_stop, prompt_start, prompt_start, is_prompt=True))
         end = prompt_stop
 
-        # Its suffixes: each continues the prompt, not the suffix before it in the sequence.
-        for suffix, mask in zip(bundle.suffixes, bundle.masks, strict=True):
-            if not bundle.prompt and mask[:1] == [1]:
+        # Its rows: each continues the prompt, not the row before it in the sequence.
+        for row in bundle.rows:
+            if not len(prompt) and row.mask[:1] == [1]:
                 raise ValueError("without a prompt, nothing predicts the first token of a row: its mask must be 0")
-            suffix = np.array(suffix, np.int64)
+            own = np.array(row.ids, np.int64)
             start = end
-            end += len(suffix)
-            placed, _, shown = rope_positions(suffix, images, image_pad, start=after_prompt)
+            end += len(own)
+            placed, _, shown = rope_positions(own, images, image_pad, start=after_prompt)
             images = images[shown:]
-            ids.append(suffix)
+            ids.append(own)
             positions.append(placed)
             segments.append(Segment(start, end, prompt_start, prompt_stop))
+
+            # Its targets.
             before = np.arange(start, end) - 1
             if len(before):
-                before[0] = prompt_stop - 1  # it follows the prompt, not the suffix placed before it
-            wanted = np.flatnonzero(mask)
+                before[0] = prompt_stop - 1  # it follows the prompt, not the row placed before it
+            wanted = np.flatnonzero(row.mask)
             predictors.append(before[wanted])
-            targets.append(suffix[wanted])
+            targets.append(own[wanted])
+            weights.append(take(row.weights, wanted))
+            behaviour_logprobs.append(take(row.logprobs, wanted))
         if images:
             raise ValueError(f"a bundle has {len(images)} more frames than images among its tokens")
 
@@ -165,7 +190,16 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
         segments=[segment for segment in segments if segment.stop > segment.start],
         predictors=np.concatenate(predictors),
         targets=np.concatenate(targets),
+        weights=np.concatenate(weights),
+        behaviour_logprobs=np.concatenate(behaviour_logprobs),
     )
+
+
+def take(column: Sequence[float], tokens: np.ndarray) -> np.ndarray:
+    """Return the entries of these tokens in a row's column, float32; zeros if the column is empty."""
+    if not len(column):
+        return np.zeros(len(tokens), np.float32)
+    return np.asarray(column, np.float32)[tokens]
 
 
 # ------------------------------------------------------------------------------------------------ micro-batches

@@ -2,11 +2,11 @@
 
     policy = load_policy(PolicyConfig(checkpoint), renderer.never_sampled)     # checkpoints.py
     output = policy(bundles, temperature=0.7)                 # log-probs [N] of the tokens whose mask is 1
-    (-(output.logprobs * advantages).sum() / tokens_of_all_ranks).backward()
+    (-(output.logprobs * output.weights).sum() / tokens_of_all_ranks).backward()
 
     pack_bundles      bundles -> one flat sequence, in which a group's prompt appears once (packing.py)
     encode_frames     -> frames' features [1 + D, M, H]; the reference takes those of a frozen vision tower from the policy
-    run_text_model    -> hidden states [L, H], with attention that keeps suffixes apart
+    run_text_model    -> hidden states [L, H], with attention that keeps rows apart
     _ChunkedLogprobs  -> log-probs [N]; logits exist for one chunk of target tokens at a time, even in the backward pass
 
 Training, the reference and the check of the engine's log-probs use the same forward. inprocess.py runs the same tower and text
@@ -77,10 +77,13 @@ class PolicyConfig:
 
 
 class PolicyOutput(NamedTuple):
-    """Log-prob and entropy of each target token, in the order bundle, suffix, token. (FSDP2 finds tensors inside a NamedTuple.)"""
+    """Log-prob and entropy of each target token, and what its row says of it, in the order bundle, row, token. (FSDP2 finds
+    tensors inside a NamedTuple.)"""
 
     logprobs: Tensor  # fp32 [N]
     entropies: Tensor  # fp32 [N], of the masked softmax; a metric, without gradient
+    weights: Tensor  # fp32 [N], in the loss
+    behaviour_logprobs: Tensor  # fp32 [N]
     features: Tensor | None = None  # [1 + D, M, H] of a frozen tower, for the reference's pass over the same bundles
 
 
@@ -133,7 +136,10 @@ class Policy(nn.Module):
         logprobs, entropies = _ChunkedLogprobs.apply(
             hidden, head, targets, temperature, self.never_sampled, self.cfg.logit_chunk
         )
-        return PolicyOutput(logprobs, entropies, features if self.vision_frozen else None)
+        weights = torch.from_numpy(packed.weights).to(self.device)  # [N]
+        behaviour_logprobs = torch.from_numpy(packed.behaviour_logprobs).to(self.device)  # [N]
+        features = features if self.vision_frozen else None
+        return PolicyOutput(logprobs, entropies, weights, behaviour_logprobs, features)
 
     def run_tower(self, bundles: Sequence[Bundle]) -> Tensor:
         """Return the features [1 + D, M, H] of all frames of the bundles, in order."""
@@ -249,7 +255,7 @@ def group_packed_attention(module, query, key, value, attention_mask, scaling, k
 
 
 class SegmentLayout:
-    """Calls SDPA once per segment, with the keys of its prompt and its own. Each suffix needs a mask."""
+    """Calls SDPA once per segment, with the keys of its prompt and its own. Each row needs a mask."""
 
     def __init__(self, segments: Sequence[Segment], device: torch.device):
         self.segments = segments
@@ -258,7 +264,7 @@ class SegmentLayout:
             prompt = segment.prompt_stop - segment.prompt_start
             own = segment.stop - segment.start
             mask = None
-            if prompt:  # see all of it, and the suffix up to the query (`is_causal` aligns top-left)
+            if prompt:  # see all of it, and the row up to the query (`is_causal` aligns top-left)
                 mask = torch.ones(own, prompt + own, dtype=torch.bool, device=device).tril(prompt)
             self.masks.append(mask)
 
@@ -277,7 +283,7 @@ class SegmentLayout:
 
 
 class VarlenLayout:
-    """Runs a varlen kernel once for all segments. It needs their keys side by side, so each suffix repeats its prompt's."""
+    """Runs a varlen kernel once for all segments. It needs their keys side by side, so each row repeats its prompt's."""
 
     def __init__(self, segments: Sequence[Segment], kernel: str, device: torch.device):
         self.kernel = kernel

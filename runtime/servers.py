@@ -28,6 +28,7 @@ from typing import Any
 import requests
 from PIL import Image
 
+from episode import Prompt
 from runtime.engine import Engine, EngineError, EngineLost, Sample
 from runtime.processes import MEMORY, kill_group
 from runtime.render import Renderer
@@ -69,7 +70,7 @@ class SGLang(Engine):
         self.urls = [server.url for server in servers]
         self.renderer = renderer
         self._frames = FrameFiles(frames)
-        self._last_reader: dict[int, Server] = {}  # hash of a shared prompt -> the server that read it last
+        self._last_reader = weakref.WeakKeyDictionary()  # prompt -> the server that read it last
         self._lock = threading.Lock()  # held whenever one of these fields, or a field of a server, changes
 
     def wait_until_ready(self) -> None:
@@ -93,7 +94,8 @@ class SGLang(Engine):
                     raise EngineError(failure) from None
                 time.sleep(0.2)
 
-    def generate(self, ids, clips, *, max_new_tokens, temperature, seed, stop=(), shared_prefix=0) -> Sample:
+    def generate(self, prompt, ids, clips, *, max_new_tokens, temperature, seed, stop=()) -> Sample:
+        ids = prompt.ids + ids
         sampling = {
             "temperature": temperature,
             "sampling_seed": seed % 2**31,  # SGLang ignores it without --enable-deterministic-inference
@@ -104,9 +106,8 @@ class SGLang(Engine):
             "skip_special_tokens": False,
             "logit_bias": {str(token): -1000.0 for token in self.renderer.never_sampled},
         }
-        payload = {"input_ids": self.renderer.compact(ids), "image_data": self._frames.urls(clips)}
+        payload = {"input_ids": self.renderer.compact(ids), "image_data": self._frames.urls([*prompt.clips, *clips])}
         payload |= {"sampling_params": sampling, "return_logprob": True, "return_prompt_token_ids": True}
-        prompt_key = hash((tuple(ids[:shared_prefix]), *payload["image_data"][:1])) if shared_prefix else None
 
         # Ask one server after the other, but none twice.
         asked = []
@@ -117,7 +118,7 @@ class SGLang(Engine):
                 left = [server for server in self.servers if server not in asked]
                 if not left:
                     raise EngineError(f"a request failed on {len(asked)} servers; the last one: {problem}")
-                server = self._pick_server(left, prompt_key)
+                server = self._pick_server(left, prompt)
                 server.busy += 1
                 version = self.version
             sent = time.monotonic()
@@ -156,15 +157,14 @@ class SGLang(Engine):
 
     # -------------------------------------------------------------------------------------------- requests
 
-    def _pick_server(self, usable: list[Server], prompt_key: int | None) -> Server:
+    def _pick_server(self, usable: list[Server], prompt: Prompt) -> Server:
         """Return the server that read this prompt last, since its cache holds it. If the least busy server has at least 8
         requests fewer (about a group), return that one. All ranks share the servers, so draw among equals."""
         chosen = min(usable, key=lambda server: (server.busy, random.random()))
-        if prompt_key is not None:
-            reader = self._last_reader.get(prompt_key)
-            if reader in usable and reader.busy < chosen.busy + 8:
-                chosen = reader
-            self._last_reader[prompt_key] = chosen
+        reader = self._last_reader.get(prompt)
+        if reader in usable and reader.busy < chosen.busy + 8:
+            chosen = reader
+        self._last_reader[prompt] = chosen
         return chosen
 
     def _read_sample(self, reply: Any, ids: list[int], version: int) -> Sample:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from episode import Call, Task, dump
+from episode import Call, Prompt, Task, dump
 from rollout import AgentContext, RolloutConfig, SubagentConfig, render_prompt, run_episode
 from runtime import config
 from runtime.checks import USER_ERRORS, refuse_template, require_servers
@@ -147,9 +147,9 @@ class FirstTurn(Engine):
         self.first = first  # its tokens; empty once it has been said
         self.announce = engine.announce
 
-    def generate(self, ids: list[int], clips: Sequence[Clip], **more) -> Sample:
+    def generate(self, prompt: Prompt, ids: list[int], clips: Sequence[Clip], **more) -> Sample:
         if not self.first:
-            return self.engine.generate(ids, clips, **more)
+            return self.engine.generate(prompt, ids, clips, **more)
         first, self.first = self.first, []
         return Sample(first, [0.0] * len(first), "stop", self.engine.version)
 

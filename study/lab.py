@@ -12,7 +12,7 @@ import signal
 import sys
 from dataclasses import replace
 
-from episode import Episode, Task, Trajectory
+from episode import NO_PROMPT, Episode, Task, Trajectory
 from metrics import format_metrics
 from rewards import RewardConfig, score, structural_mask
 from rl import RLConfig
@@ -42,7 +42,7 @@ class Characters:
 
 def episode_of_turns(turns: list[str], task: Task, renderer, executed: int = 0, forced: str = "") -> Episode:
     """Return the episode that a rollout with these turns would record. The first `executed` calls count as run."""
-    main = Trajectory()
+    main = Trajectory(NO_PROMPT)
     calls = []
     for i, turn in enumerate(turns):
         prefix = forced if turn.startswith(forced) else ""

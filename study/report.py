@@ -25,7 +25,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from PIL import Image
 
-from episode import Episode, Trajectory, episode_of
+from episode import Episode, Prompt, Trajectory, episodes_of
 from evals import results
 from grpo import token_advantages
 from rewards import Anchor, turn_texts
@@ -122,8 +122,7 @@ def read_episodes(run: RunData, files: list[Path], config: dict, renderer: Rende
     with Videos(workers=1) as videos:
         for i in uniform_indices(len(files), STEPS):
             step = re.search(r"step-(\d+)", files[i].name)  # the files of an evaluation have none
-            for line in results.whole_lines(files[i])[:EPISODES]:
-                episode = episode_of(json.loads(line))
+            for episode in episodes_of(results.whole_lines(files[i])[:EPISODES]):
                 try:
                     decode_frames(episode, videos, renderer.contract)
                 except VideoError as error:
@@ -136,16 +135,18 @@ def decode_frames(episode: Episode, videos: Videos, contract: VisualContract) ->
     """Put the frames back into an episode that was read from a file. Raise VideoError if a video is gone or another one."""
     task = episode.task
     main = episode.main
-    overview = zip(task.videos, main.prompt_clips)
-    main.prompt_clips = [decode_again(videos, path, clip, contract.frame_size) for path, clip in overview]
+    overview = zip(task.videos, main.prompt.clips)
+    decoded = [decode_again(videos, path, clip, contract.frame_size) for path, clip in overview]
+    main.prompt = Prompt(main.prompt.ids, decoded)
 
     # A call's frames went to its sub-agent. Without one (`tool_return: frames`), they went to the main agent, in call order.
     shown_to_main = []
     for call in episode.calls:
         if call.subagent:
             path = choose_video(task, call.arguments)
-            clips = call.subagent.prompt_clips
-            call.subagent.prompt_clips = [decode_again(videos, path, clip, contract.crop_size) for clip in clips]
+            prompt = call.subagent.prompt
+            decoded = [decode_again(videos, path, clip, contract.crop_size) for clip in prompt.clips]
+            call.subagent.prompt = Prompt(prompt.ids, decoded)
         elif call.window:
             shown_to_main.append(choose_video(task, call.arguments))
     crops = zip(shown_to_main, main.call_clips)
@@ -193,21 +194,23 @@ def view_agent(
 ) -> list[dict]:
     """Return an agent's tokens in blocks: the prompt, turns, and what the tools returned. An image's pads become one token,
     which has the time and the picture of the frame. Agents that learned have advantages, one per token."""
-    text = renderer.decode(trajectory.ids)
-    starts = [start for start, _ in renderer.offsets(trajectory.ids)] + [len(text)]
+    ids = trajectory.all_ids
+    text = renderer.decode(ids)
+    starts = [start for start, _ in renderer.offsets(ids)] + [len(text)]
     frames = [frame for clip in trajectory.clips for frame in zip(clip.times, clip.pixels)]
     blocks = []
-    for i, token in enumerate(trajectory.ids):
+    for i, token in enumerate(ids):
         is_pad = token == renderer.image_pad
-        if is_pad and i and trajectory.ids[i - 1] == token:
+        if is_pad and i and ids[i - 1] == token:
             continue
         # If tokens share a character, the last one shows it.
-        view = {"text": text[starts[i] : starts[i + 1]], "style": style_of(trajectory, i), "fact": f"id {token}"}
-        if trajectory.mask[i]:
-            view["fact"] += f", log p {trajectory.logprobs[i]:.4f}"
+        own = i - len(trajectory.prompt.ids)  # its index after the prompt
+        view = {"text": text[starts[i] : starts[i + 1]], "style": style_of(trajectory, own), "fact": f"id {token}"}
+        if own >= 0 and trajectory.mask[own]:
+            view["fact"] += f", log p {trajectory.logprobs[own]:.4f}"
             if len(advantages):
-                view["fact"] += f", advantage {advantages[i]:.3f}"
-                view["advantage"] = float(advantages[i])
+                view["fact"] += f", advantage {advantages[own]:.3f}"
+                view["advantage"] = float(advantages[own])
         if is_pad and frames:
             view["time"], pixels = frames.pop(0)
             view["picture"] = name_picture(pixels, pictures)
@@ -219,11 +222,12 @@ def view_agent(
 
 
 def style_of(trajectory: Trajectory, i: int) -> str:
-    """Return where token i comes from: prompt, forced (the opening of a turn), sampled (and perhaps structural) or tools."""
+    """Return where token i after the prompt comes from: prompt (i < 0), forced (the opening of a turn), sampled (and perhaps
+    structural) or tools."""
+    if i < 0:
+        return "prompt"
     if trajectory.mask[i]:
         return "sampled structural" if trajectory.structural and trajectory.structural[i] else "sampled"
-    if i < trajectory.prompt_length:
-        return "prompt"
     return "forced" if any(start <= i < end for start, end in trajectory.turns) else "tools"
 
 

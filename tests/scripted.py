@@ -3,7 +3,6 @@
 [episode] = play(renderer, turns("Closer.</think>" + call + END, last, report="It is red."), tools=("my_tool",))
 """
 
-import json
 import threading
 import time
 import zlib
@@ -14,7 +13,7 @@ import numpy as np
 from tiny import noise
 
 from data import parse_dialogue
-from episode import Episode, Group, Task, Trajectory, episode_of
+from episode import Episode, Group, Prompt, Task, Trajectory, episodes_of
 from rewards import assign_rewards
 from rollout import AgentContext, RolloutConfig, rollout
 from runtime.engine import Sample
@@ -29,7 +28,7 @@ END = "<|im_end|>"
 
 
 def load_episodes(path: Path) -> list[Episode]:
-    return [episode_of(json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+    return episodes_of(path.read_text("utf-8").splitlines())
 
 
 NO_TABLE = np.zeros((0, 3), np.int64)  # of a video without a file
@@ -88,8 +87,9 @@ class Scripted:
         self.busy, self.expected, self.least_expected = 0, 0, 0
         self._lock = threading.Lock()
 
-    def generate(self, ids, clips, *, max_new_tokens, temperature, seed, stop=(), shared_prefix=0) -> Sample:
-        request = Request(list(ids), self.renderer.decode(ids), list(clips), max_new_tokens, temperature, seed)
+    def generate(self, prompt, ids, clips, *, max_new_tokens, temperature, seed, stop=()) -> Sample:
+        ids, clips = prompt.ids + ids, [*prompt.clips, *clips]
+        request = Request(ids, self.renderer.decode(ids), clips, max_new_tokens, temperature, seed)
         with self._lock:
             self.asked.append(request)
             self.busy += 1
@@ -169,11 +169,10 @@ def check_trajectory(agent: Trajectory, renderer: Renderer) -> None:
     assert not set(renderer.never_sampled) & {t for t, m in zip(agent.ids, agent.mask) if m}
     inside = {i for a, b in agent.turns for i in range(a, b)}
     assert all(i in inside for i, m in enumerate(agent.mask) if m)
-    assert sum(agent.mask[: agent.prompt_length]) == 0
     pads = 0
     for clip in agent.clips:
         pads += len(clip) * renderer.contract.frame_tokens(*clip.pixels.shape[2:0:-1])
-    assert agent.ids.count(renderer.image_pad) == pads
+    assert agent.all_ids.count(renderer.image_pad) == pads
 
 
 def check_rows_of_a_rollout(renderer, videos, schemas, video: str, opening: str, report: str, thoughts) -> None:
@@ -190,27 +189,30 @@ def check_rows_of_a_rollout(renderer, videos, schemas, video: str, opening: str,
     for role, reports in (("tool", [report] * 2), ("user", [tagged] * 2), ("user", [f"{tagged}\n{tagged}"])):
         told = [{"role": role, "content": content} for content in reports]
         row = {"messages": [question, first, *told, last]}
-        bundle = encode_dialogue(parse_dialogue(row, "file:0", Path("/nowhere")), videos, renderer, schemas)
-        [ids], [mask] = bundle.suffixes, bundle.masks
-        assert ids[: len(main.ids)] == main.ids
-        assert renderer.decode(ids[len(main.ids) :]).strip() == ""
+        learned = encode_dialogue(parse_dialogue(row, "file:0", Path("/nowhere")), videos, renderer, schemas)
+        whole = main.all_ids
+        assert learned.ids[: len(whole)] == whole
+        assert renderer.decode(learned.ids[len(whole) :]).strip() == ""
+        begins = len(main.prompt.ids)
+        assert not any(learned.mask[:begins])
+        mask = learned.mask[begins:]
         forced = len(renderer.encode(THINK_PREFIX))
         for start, _ in main.turns:  # SFT trains on the opening that a rollout forces
             assert mask[start : start + forced] == [1] * forced
             mask[start : start + forced] = [0] * forced
         assert mask[: len(main.ids)] == main.mask
         assert not any(mask[len(main.ids) :])
-        assert np.array_equal(bundle.clips[0].pixels, main.clips[0].pixels)
+        assert np.array_equal(learned.clips[0].pixels, main.clips[0].pixels)
 
 
 def group_that_said(renderer, cfg, turns, name="t", prompt=(40, 41, 42)):
     """Return a group of one-turn episodes with behaviour log-probs and rewards."""
     task, episodes = Task(name, "Which?", (), "oe", "red"), []
+    prompt = Prompt([*prompt], [])
     for i, turn in enumerate(turns):
         episode = episode_of_turns([turn], task, renderer)
         main = episode.main
-        main.ids, main.mask = [*prompt, *main.ids], [0] * len(prompt) + main.mask
-        main.turns, main.prompt_length = [(a + len(prompt), b + len(prompt)) for a, b in main.turns], len(prompt)
+        main.prompt = prompt
         main.logprobs = [-0.1 * (i + 1) * m for m in main.mask]
         main.versions = [m - 1 for m in main.mask]
         episodes.append(episode)

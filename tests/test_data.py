@@ -89,7 +89,7 @@ def parse(messages, **columns):
 
 @pytest.fixture
 def encode(toy_renderer, videos, schemas):
-    """encode(messages, agent="sub", ...) -> the bundle that SFT trains on for such a row."""
+    """encode(messages, agent="sub", ...) -> the row that SFT trains on for such a row."""
 
     def make(messages, root=Path("/nowhere"), **columns):
         dialogue = parse_dialogue({"messages": messages, **columns}, "file:0", root)
@@ -133,20 +133,20 @@ def test_a_sub_agents_row_is_what_a_rollout_asks_in_its_tools_words(video, encod
     engine = Scripted(toy_renderer, lambda prompt, seed: "No flash.<|im_end|>")
     context = AgentContext(engine, toy_renderer, videos, RolloutConfig())
     for words in ({}, {"request": "Which text is here?", "system": "You read text."}):
-        bundle = encode(row, agent="sub", **words)
-        agent, said = ask_subagent(context, ClipForSubagent(bundle.clips[0], (4, 12), **words), 0)
-        assert said == "No flash." and agent.ids == bundle.suffixes[0][: len(agent.ids)]
-        text = toy_renderer.decode(agent.ids)
+        learned = encode(row, agent="sub", **words)
+        agent, said = ask_subagent(context, ClipForSubagent(learned.clips[0], (4, 12), **words), 0)
+        assert said == "No flash." and agent.all_ids == learned.ids[: len(agent.all_ids)]
+        text = toy_renderer.decode(agent.all_ids)
         assert all(word in text for word in words.values()) and ("What happens here?<" in text) != bool(words)
-        assert len(bundle.clips[0]) == 8 and all(4 <= t <= 12 for t in bundle.clips[0].times)
+        assert len(learned.clips[0]) == 8 and all(4 <= t <= 12 for t in learned.clips[0].times)
     asked = encode([user(video, "Which?", video_start=4, video_end=12), row[1]], agent="sub")
-    assert "What happens here?\nQuestion: Which?<" in toy_renderer.decode(asked.suffixes[0])
+    assert "What happens here?\nQuestion: Which?<" in toy_renderer.decode(asked.ids)
 
 
 def test_a_direct_agents_row_shows_and_tells_of_no_tools(video, encode, toy_renderer):
     row = [user(video, nframes=4), {"role": "assistant", "content": "Red."}]
     for agent, tools in (("main", True), ("direct", False)):
-        text = toy_renderer.decode(encode(row, agent=agent).suffixes[0])
+        text = toy_renderer.decode(encode(row, agent=agent).ids)
         assert ("<tools>" in text) is ("call tools" in text) is tools
 
 
@@ -155,11 +155,11 @@ def test_images_and_text_only_rows_are_rows_too(tmp_path, encode, toy_renderer):
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (100, 200, 3), dtype=np.uint8)).save(path)
     part = {"type": "image_url", "image_url": {"url": "a.png"}}
     question = {"role": "user", "content": [part, {"type": "text", "text": "<image>What?"}]}
-    bundle = encode([question, {"role": "assistant", "content": "Noise."}], tmp_path)
-    assert bundle.suffixes[0].count(toy_renderer.image_pad) == 2 * 1
-    assert "seconds>" not in toy_renderer.decode(bundle.suffixes[0])
+    learned = encode([question, {"role": "assistant", "content": "Noise."}], tmp_path)
+    assert learned.ids.count(toy_renderer.image_pad) == 2 * 1
+    assert "seconds>" not in toy_renderer.decode(learned.ids)
     text_only = encode([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}])
-    assert text_only.clips == [] and sum(text_only.masks[0]) >= 2
+    assert text_only.clips == [] and sum(text_only.mask) >= 2
 
 
 def test_the_placeholder_of_a_video_is_part_of_no_question(video):
@@ -212,10 +212,10 @@ def test_media_in_columns_are_shown_where_the_placeholders_stand(toy_dir, tmp_pa
     one, two = tmp_path / "a.png", "near.mp4"
     shown = [[{"image": str(one)}, {"video": films[0]}, "Which?"], [report.partition("{}")[0], {"video": films[1]}, report.partition("{}")[2]], [{"image": str(one)}, "Red."]]  # fmt: skip
     expected = encode(row(*shown))
-    bundle = encode(by_column, tmp_path, videos=[f"file://{films[0]}", two], images=["a.png", str(one)])
-    assert bundle.suffixes == expected.suffixes and bundle.masks == expected.masks
-    assert len(bundle.clips) == 4
-    for clip, same in zip(bundle.clips, expected.clips):
+    learned = encode(by_column, tmp_path, videos=[f"file://{films[0]}", two], images=["a.png", str(one)])
+    assert learned.ids == expected.ids and learned.mask == expected.mask
+    assert len(learned.clips) == 4
+    for clip, same in zip(learned.clips, expected.clips):
         assert np.array_equal(clip.pixels, same.pixels)
 
 
@@ -228,7 +228,7 @@ def test_a_column_of_one_path_and_media_named_twice_are_read(video, encode):
         encode(written, video=video),
         encode(written, videos=[video], images=[], objects={"bbox": []}),
     ]
-    assert all(bundle.suffixes == alike[0].suffixes and len(bundle.clips) == 1 for bundle in alike)
+    assert all(learned.ids == alike[0].ids and len(learned.clips) == 1 for learned in alike)
 
 
 @pytest.mark.parametrize(

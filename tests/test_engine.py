@@ -1,6 +1,7 @@
 """Both engines: the in-process engine against plain transformers, and SGLang's client against a small fake server."""
 
 import contextlib
+import dataclasses
 import gc
 import os
 import signal
@@ -20,8 +21,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 from scripts import alive, fake_server, wait_for
-from tiny import at_once, check_logprobs, noise, prompts_of, question, request
+from tiny import at_once, noise, prompts_of, question
 
+from episode import NO_PROMPT, Prompt
 from rollout import RolloutConfig
 from runtime.checks import require_servers, require_urls
 from runtime.config import ConfigError
@@ -45,7 +47,18 @@ def engine(checkpoint, renderer):
 
 @pytest.fixture(scope="module")
 def prompts(renderer):
-    return prompts_of(renderer)
+    return [Prompt(*made) for made in prompts_of(renderer)]
+
+
+def request(prompt: Prompt, ids=(), clips=(), **more) -> dict:
+    """Return a request for a continuation of the prompt and these ids, which show these clips."""
+    return tiny.request(list(ids), list(clips), prompt=prompt, **more)
+
+
+def check_logprobs(model, renderer, row: dict, sample: Sample, **more) -> None:
+    prompt = row["prompt"]
+    whole = row | {"ids": prompt.ids + row["ids"], "clips": prompt.clips + row["clips"]}
+    tiny.check_logprobs(model, renderer, whole, sample, **more)
 
 
 def assert_close_frees_who_waits(engine, row: dict) -> None:
@@ -66,44 +79,48 @@ def assert_close_frees_who_waits(engine, row: dict) -> None:
 @both_families
 def test_greedy_text_is_what_transformers_generates(engine, model, renderer, prompts):
     """Compare one ragged batch, with and without images, with `generate` row by row."""
-    samples = at_once(engine, [request(*prompt, temperature=0.0, max_new_tokens=12) for prompt in prompts])
+    samples = at_once(engine, [request(prompt, temperature=0.0, max_new_tokens=12) for prompt in prompts])
     banned = [[token] for token in renderer.never_sampled]
-    for (ids, clips), sample in zip(prompts, samples):
-        asked = tiny.plain_inputs(model, ids, clips)
+    for prompt, sample in zip(prompts, samples):
+        asked = tiny.plain_inputs(model, prompt.ids, prompt.clips)
         theirs = model.generate(**asked, max_new_tokens=12, do_sample=False, bad_words_ids=banned)
-        assert sample.ids == theirs[0, len(ids) :].tolist() and len(set(sample.ids)) > 3
+        assert sample.ids == theirs[0, len(prompt.ids) :].tolist() and len(set(sample.ids)) > 3
 
 
 @both_families
 def test_logprobs_are_those_of_a_plain_forward(engine, model, renderer, prompts):
-    rows = [request(*prompt, temperature=tau, seed=i) for i, prompt in enumerate(prompts) for tau in (0.0, 0.7, 1.5)]
+    rows = [request(prompt, temperature=tau, seed=i) for i, prompt in enumerate(prompts) for tau in (0.0, 0.7, 1.5)]
     for row, sample in zip(rows, at_once(engine, rows)):
         check_logprobs(model, renderer, row, sample, tolerance=1e-4)
 
 
 def test_a_shared_prompt_changes_nothing(engine, model, renderer, prompts):
-    """Rollouts that share a prompt, sampled in one batch, equal each rollout alone without a shared prefix."""
-    ids, clips = prompts[3]
+    """Rollouts that hold the same prompt, sampled in one batch, equal each rollout alone, and those with prompts that are only equal."""
+    prompt = prompts[3]
     tails = [renderer.encode(text) for text in ("<think>\n", "Well, ", "\n\nIt is about a cat", "")]
-    rows = [request(ids + tail, clips, seed=i, shared_prefix=len(ids)) for i, tail in enumerate(tails)]
-    for row, sample in zip(rows, at_once(engine, rows)):
-        alone = engine.generate(**row | {"shared_prefix": 1})
-        assert alone.ids == sample.ids
-        assert np.allclose(alone.logprobs, sample.logprobs, atol=1e-5)
+    rows = [request(prompt, tail, seed=i) for i, tail in enumerate(tails)]
+    equal = at_once(engine, [row | {"prompt": dataclasses.replace(prompt)} for row in rows])
+    for row, sample, apart in zip(rows, at_once(engine, rows), equal):
+        for same in (engine.generate(**row), apart):
+            assert same.ids == sample.ids
+            assert np.allclose(same.logprobs, sample.logprobs, atol=1e-5)
         check_logprobs(model, renderer, row, sample)
     # Frames can also come after the shared prompt.
     delta = renderer.continuation([[noise(2, seed=9), "seen"]])
-    row = request(ids + [renderer.end_of_turn] + delta.ids, [*clips, *delta.clips], shared_prefix=len(ids))
+    row = request(prompt, [renderer.end_of_turn, *delta.ids], delta.clips)
     check_logprobs(model, renderer, row, engine.generate(**row))
 
 
 @pytest.mark.parametrize("before_the_frames", [True, False])
 def test_the_same_words_about_other_pixels_are_another_prompt(engine, prompts, before_the_frames):
-    (ids, _), blank = prompts[2], noise(3)
-    shared = 9 if before_the_frames else len(ids)
-    rows = [request(ids, [noise(3, seed=1)], shared_prefix=shared), request(ids, [blank], seed=2, shared_prefix=shared)]
+    ids, shown, blank = prompts[2].ids, noise(3, seed=1), noise(3)
+    if before_the_frames:
+        prompt = Prompt(ids[:9], [])
+        rows = [request(prompt, ids[9:], [shown]), request(prompt, ids[9:], [blank], seed=2)]
+    else:
+        rows = [request(Prompt(ids, [shown])), request(Prompt(ids, [blank]), seed=2)]
     seen, unseen = at_once(engine, rows)
-    alone = engine.generate(**request(ids, [blank], seed=2))
+    alone = engine.generate(**request(Prompt(ids, [blank]), seed=2))
     assert unseen.ids == alone.ids and np.allclose(unseen.logprobs, alone.logprobs, atol=1e-5)
     assert seen.logprobs[:1] != unseen.logprobs[:1]
 
@@ -141,18 +158,17 @@ def test_banned_tokens_are_not_sampled_even_if_nothing_else_is_likely(engine, re
 
     monkeypatch.setattr("runtime.inprocess.matmul_fp32", biased)
     for temperature in (0.0, 1.0):
-        sample = engine.generate(**request(*prompts[1], temperature=temperature))
+        sample = engine.generate(**request(prompts[1], temperature=temperature))
         assert not set(sample.ids) & set(renderer.never_sampled) and np.isfinite(sample.logprobs).all()
 
 
 def test_a_turn_ends_with_its_stop_token_or_with_its_budget(engine, prompts, monkeypatch):
-    ids, clips = prompts[1]
-    long = engine.generate(**request(ids, clips, 2))
+    long = engine.generate(**request(prompts[1], seed=2))
     assert (long.finish, len(long.ids), len(long.logprobs)) == ("length", 24, 24)
     stop = long.ids[5]
-    short = engine.generate(**request(ids, clips, 2, stop=(stop,)))
+    short = engine.generate(**request(prompts[1], seed=2, stop=(stop,)))
     monkeypatch.setattr(engine.renderer, "ends_of_turn", (1, stop))
-    assert engine.generate(**request(ids, clips, 2)) == short  # the checkpoint's own end tokens always stop
+    assert engine.generate(**request(prompts[1], seed=2)) == short  # the checkpoint's own end tokens always stop
     assert short.finish == "stop" and short.ids == long.ids[: long.ids.index(stop) + 1]
     assert short.logprobs == pytest.approx(long.logprobs[: len(short.ids)], abs=1e-5)
 
@@ -160,7 +176,7 @@ def test_a_turn_ends_with_its_stop_token_or_with_its_budget(engine, prompts, mon
 def test_tokens_depend_on_the_requests_own_seed_only(checkpoint, renderer, prompts):
     """They do not depend on the other rows, their lengths and ends, or the number of batches."""
     engine = InProcess(checkpoint, renderer, max_batch_tokens=400)
-    rows = [request(*prompts[i % 4], seed=i, max_new_tokens=1 + 2 * i) for i in range(8)]
+    rows = [request(prompts[i % 4], seed=i, max_new_tokens=1 + 2 * i) for i in range(8)]
     assert [s.ids for s in at_once(engine, rows)] == [engine.generate(**row).ids for row in rows]
     assert engine.generate(**rows[-1] | {"seed": 99}).ids != engine.generate(**rows[-1]).ids
     engine.close()
@@ -169,13 +185,13 @@ def test_tokens_depend_on_the_requests_own_seed_only(checkpoint, renderer, promp
 @given(st.lists(st.tuples(st.integers(1, 900), st.integers(1, 300)), max_size=64), st.sampled_from([400, 8000]))
 @example([(100, 10)] + [(70, 60)] * 8, 400)  # a row that can sample much widens all rows, even longer ones
 def test_batches_have_bounded_size_and_padding(sizes, max_tokens):
-    requests = [Request([0] * length, (), new, 1.0, 0, frozenset(), 1) for length, new in sizes]
+    requests = [Request(NO_PROMPT, [0] * length, [], new, 1.0, 0, frozenset()) for length, new in sizes]
     batches = cut_into_batches(requests, max_tokens)
     assert sorted(map(id, sum(batches, []))) == sorted(map(id, requests))
     for batch in batches:
-        longest = max(len(r.ids) for r in batch)
+        longest = max(map(len, batch))
         keys = len(batch) * (longest + max(r.max_new_tokens for r in batch))
-        padding = sum(longest - len(r.ids) for r in batch)
+        padding = sum(longest - len(r) for r in batch)
         assert len(batch) == 1 or (keys <= max_tokens and padding <= max_tokens / 4)
 
 
@@ -183,7 +199,7 @@ def test_batches_have_bounded_size_and_padding(sizes, max_tokens):
 def test_new_weights_serve_every_later_sample_under_their_version(checkpoint, model, renderer, prompts, tmp_path):
     other = tiny.build(tmp_path / "other", 1, model.config.model_type, initializer_range=0.1)
     engine, fresh = InProcess(checkpoint, renderer), InProcess(other, renderer)
-    row = request(*prompts[2], temperature=0.0)
+    row = request(prompts[2], temperature=0.0)
     before = engine.generate(**row)
     engine.update_weights(other, 7)
     after = engine.generate(**row)
@@ -198,7 +214,7 @@ def test_new_weights_serve_every_later_sample_under_their_version(checkpoint, mo
 def test_a_closed_engine_lets_nobody_wait(checkpoint, renderer, prompts):
     engine = InProcess(checkpoint, renderer)
     engine.announce(10)  # callers that never come
-    assert_close_frees_who_waits(engine, request(*prompts[0]))
+    assert_close_frees_who_waits(engine, request(prompts[0]))
 
 
 # ---- in this process, with reference implementations of a GPU's kernels
@@ -207,14 +223,13 @@ def test_a_closed_engine_lets_nobody_wait(checkpoint, renderer, prompts):
 def test_a_gpus_kernel_samples_what_a_cpus_sdpa_samples(engine, checkpoint, renderer, prompts, monkeypatch):
     """One batch has greedy and random rows that end at different times, shared prompts, and frames after the prompt."""
     rows = []
-    for i, (ids, clips) in enumerate(prompts[::2]):
+    for i, prompt in enumerate(prompts[::2]):
         for seed, temperature in enumerate((0.0, 0.7, 1.5)):
-            rows.append(request(ids, clips, seed, temperature, max_new_tokens=3 + 4 * seed + i))
+            rows.append(request(prompt, seed=seed, temperature=temperature, max_new_tokens=3 + 4 * seed + i))
         tail = renderer.encode("<think>\nWell")
-        rows.append(request(ids + tail, clips, seed=i, shared_prefix=len(ids)))
+        rows.append(request(prompt, tail, seed=i))
         delta = renderer.continuation([[noise(2, seed=9), "seen"]])
-        later = ids + tail + [renderer.end_of_turn] + delta.ids
-        rows.append(request(later, [*clips, *delta.clips], seed=i, shared_prefix=len(ids)))
+        rows.append(request(prompt, [*tail, renderer.end_of_turn, *delta.ids], delta.clips, seed=i))
     expected = at_once(engine, rows)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", tiny.torch_varlen)
     monkeypatch.delattr("torch.nn.functional.scaled_dot_product_attention")
@@ -227,17 +242,21 @@ def test_a_gpus_kernel_samples_what_a_cpus_sdpa_samples(engine, checkpoint, rend
         assert np.allclose(sample.logprobs, wanted.logprobs, atol=1e-5, rtol=0)
 
 
-def test_each_prompt_is_read_once_and_no_padding(checkpoint, renderer, prompts):
+def test_each_prompt_is_read_once_for_all_who_hold_it_and_no_padding(checkpoint, renderer, prompts):
+    """Equal prompts that are not the same object are read for each, and the tokens are the same."""
     engine, read = InProcess(checkpoint, renderer), []
     text = engine.model.model.language_model
     text.register_forward_pre_hook(lambda _, __, given: read.append(given["inputs_embeds"].shape[:2]), with_kwargs=True)
-    (long, shown), (short, _) = prompts[3], prompts[0]
+    long, short = prompts[3], prompts[0]
     tails = [renderer.encode(text) for text in ("<think>\n", "Well, ", "\n\nIt is about a cat")]
-    rows = [request(long + tail, shown, shared_prefix=len(long), max_new_tokens=3) for tail in tails]
-    rows.append(request(short, [], shared_prefix=len(short) - 1, max_new_tokens=3))
-    at_once(engine, rows)
+    rows = [request(long, tail, max_new_tokens=3) for tail in tails] + [request(short, max_new_tokens=3)]
+    shared = at_once(engine, rows)
+    apart = at_once(engine, [row | {"prompt": dataclasses.replace(row["prompt"])} for row in rows])
     engine.close()
-    assert read == [(1, len(long) + sum(map(len, tails)) + len(short)), (4, 1), (4, 1)]
+    rest = sum(map(len, tails)) + len(short.ids)
+    assert read[:3] == [(1, len(long.ids) + rest), (4, 1), (4, 1)]
+    assert read[3:] == [(1, 3 * len(long.ids) + rest), (4, 1), (4, 1)]
+    assert [sample.ids for sample in apart] == [sample.ids for sample in shared]
 
 
 def test_short_clips_are_encoded_together_up_to_the_frames_of_an_overview(checkpoint, renderer):
@@ -249,7 +268,7 @@ def test_short_clips_are_encoded_together_up_to_the_frames_of_an_overview(checkp
     )
     for i, count in enumerate((1, 2, 1, 4, 3)):  # an overview has 4
         clip = noise(count, seed=i, width=64 + 32 * (i % 2))
-        rows.append(request(question(renderer, [clip], "What?"), [clip], max_new_tokens=1))
+        rows.append(request(Prompt(question(renderer, [clip], "What?"), [clip]), max_new_tokens=1))
     at_once(engine, rows)
     engine.close()
     assert sorted(frames) == [3, 4, 4]
@@ -266,7 +285,7 @@ def test_what_is_read_fits_torchs_own_kernel(checkpoint, renderer, prompts, monk
         return [30] * len(rows), [-1.0] * len(rows)
 
     monkeypatch.setattr(_Batch, "_next_tokens", choose)
-    samples = at_once(engine, [request(*prompts[0], max_new_tokens=length) for length in (1, 3)])
+    samples = at_once(engine, [request(prompts[0], max_new_tokens=length) for length in (1, 3)])
     engine.close()
     assert [sample.ids for sample in samples] == [[30], [30] * 3]
     assert chosen == [("meta", torch.bfloat16, rows) for rows in (2, 1, 1)]
@@ -306,7 +325,7 @@ def serve(renderer):
 
 def show(client: SGLang, renderer, clip: Clip) -> list[Path]:
     """Send a request about a clip. Return the files that the server is given."""
-    client.generate(**request(question(renderer, [clip], "What?"), [clip], max_new_tokens=2))
+    client.generate(**request(Prompt(question(renderer, [clip], "What?"), [clip]), max_new_tokens=2))
     return [Path(file.removeprefix("file://")) for file in state_of(client.urls[0])["shown"]]
 
 
@@ -346,16 +365,16 @@ def test_frames_lie_in_memory_or_where_there_is_room(renderer, monkeypatch, tmp_
 
 
 def test_a_prompt_that_drifts_is_an_error(serve, prompts, renderer):
-    client, (ids, clips) = serve("drift"), prompts[2]
-    first = ids.index(renderer.image_pad) + 3  # of four image tokens, the server has three
+    client = serve("drift")
+    first = prompts[2].ids.index(renderer.image_pad) + 3  # of four image tokens, the server has three
     with pytest.raises(ContractError, match=rf"differ from position {first} on"):
-        client.generate(**request(ids, clips))
+        client.generate(**request(prompts[2]))
 
 
 @pytest.mark.parametrize("fault", ["busy", "abort", "die_after=5", 'meta={"weight_version": null}'])
 def test_a_lost_request_goes_to_another_server_and_is_never_a_result(serve, prompts, tmp_path, fault):
     """It was refused, aborted, lost with its server, or answered by other weights. All samples are those of a healthy server."""
-    rows = [request(*prompts[i % 4], seed=i) for i in range(40)]
+    rows = [request(prompts[i % 4], seed=i) for i in range(40)]
     samples = []
     for client in (serve(fault, ""), serve()):
         client.update_weights(tmp_path, 3)
@@ -372,7 +391,7 @@ def test_a_request_never_goes_back_to_a_server_that_failed_it(serve, prompts):
     with pytest.raises(
         EngineError, match="a request failed on 2 servers; the last one: finish reason {'type': 'abort'}"
     ):
-        client.generate(**request(*prompts[0]))
+        client.generate(**request(prompts[0]))
     assert [state_of(url)["served"] for url in client.urls] == [1, 1]
 
 
@@ -383,7 +402,7 @@ def test_a_request_that_was_lost_lets_go_of_its_frames(serve, renderer):
     gc.disable()
     try:
         with pytest.raises(EngineError):
-            client.generate(**request(ids, [clip]))
+            client.generate(**request(Prompt(ids, [clip])))
         [file] = state_of(client.urls[0])["shown"]
         assert Path(file.removeprefix("file://")).exists()
         del clip
@@ -397,7 +416,7 @@ def test_servers_share_requests_and_all_have_the_weights_pushed_last(serve, prom
     for version in range(3):
         if version:
             client.update_weights(tmp_path, version)
-        samples = at_once(client, [request(*prompts[0], seed=i) for i in range(16)])
+        samples = at_once(client, [request(prompts[0], seed=i) for i in range(16)])
         assert {sample.version for sample in samples} == {version}
     states = [state_of(url) for url in client.urls]
     assert [state["loads"] for state in states] == [2, 2]
@@ -408,7 +427,7 @@ def test_the_rollouts_of_a_prompt_are_read_by_one_server_while_it_has_time(serve
     """Its cache has the prompt. The other server answers if the first has eight more requests, or fails."""
     client, clips = serve("slow=0.3", "slow=0.3"), [noise(1, seed=seed) for seed in range(2)]
     ids = renderer.render([{"role": "user", "content": [clips[0], "What?"]}], generate=True).ids
-    rows = [request(ids + [20 + i], [clip], shared_prefix=len(ids)) for clip in clips for i in range(8)]
+    rows = [request(prompt, [20 + i]) for prompt in [Prompt(ids, [clip]) for clip in clips] for i in range(8)]
     at_once(client, rows)
     assert [list(state_of(url)["prompts"].values()) for url in client.urls] == [[8], [8]]
     at_once(client, rows[:8] * 2)
@@ -420,10 +439,22 @@ def test_the_rollouts_of_a_prompt_are_read_by_one_server_while_it_has_time(serve
     assert state_of(first)["served"] == 17
 
 
+def test_a_prompt_stays_with_the_server_that_read_it_first_and_leaves_no_entry_once_freed(serve, renderer):
+    client, clip = serve("", "", ""), noise(1)
+    prompt = Prompt(question(renderer, [clip], "What?"), [clip])
+    for turn in range(9):  # all servers are idle, so without the prompt they would be drawn
+        client.generate(**request(prompt, [20] * turn))
+    at_once(client, [request(prompt, [20 + i]) for i in range(8)])
+    assert sorted(state_of(url)["served"] for url in client.urls) == [0, 0, 17]
+    assert len(client._last_reader) == 1
+    del prompt
+    assert not client._last_reader
+
+
 def test_servers_without_work_are_drawn(renderer):
     """Past bug: each rank's first prompt went to the first server."""
     client = connect(renderer, ("http://127.0.0.1:9", "http://127.0.0.1:10"))
-    assert {client._pick_server(client.servers, None) for _ in range(64)} == set(client.servers)
+    assert {client._pick_server(client.servers, Prompt([], [])) for _ in range(64)} == set(client.servers)
     client.close()
 
 
@@ -445,7 +476,7 @@ def test_a_server_on_several_gpus_is_told_so_and_named_by_them(renderer, prompts
     client.update_weights(tmp_path, 1)  # the run goes on with the other
     assert "servers left: 1, because the server on GPU 6,7 failed: exit code -9; " in caplog.text
     assert "logs/sglang-gpu6,7.log ends:" in caplog.text
-    assert client.generate(**request(*prompts[0])).version == 1
+    assert client.generate(**request(prompts[0])).version == 1
     first.process.kill()
     first.process.wait()
     with pytest.raises(EngineLost, match="no server is left: .* the lines above say why"):
@@ -538,7 +569,7 @@ def test_a_server_inherits_nothing_and_is_asked_past_any_proxy(serve, prompts, m
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,4,7")
     client = serve("", "", tensor_parallel=2)
-    assert client.generate(**request(*prompts[1])).finish == "stop"
+    assert client.generate(**request(prompts[1])).finish == "stop"
     require_urls(client.urls)
     straight = requests.Session()
     straight.trust_env = False
@@ -571,13 +602,13 @@ def test_a_server_is_left_out_after_three_failures_in_a_row_and_requests_in_flig
         client._count_failure(bad, Failure("connection reset"), sent)
     assert bad.failures == 1
     for failures in (2, 0, 1, 0):
-        client.generate(**request(*prompts[0]))
+        client.generate(**request(dataclasses.replace(prompts[0])))  # a prompt that no server has read
         assert bad.failures == failures
     bad.process.kill()
     bad.process.wait()
     for _ in range(MAX_FAILURES):
         assert client.servers == [bad, good]
-        assert client.generate(**request(*prompts[0])).finish == "stop"
+        assert client.generate(**request(dataclasses.replace(prompts[0]))).finish == "stop"
     assert client.servers == [good]
     [line] = caplog.messages
     assert line.startswith("servers left: 1, because the server on GPU 0 failed: exit code -9; ")
@@ -591,7 +622,7 @@ def test_a_server_that_hangs_is_left_out_at_once_and_its_owner_kills_it(serve, r
     for client, killed in ((visitor, False), (owner, True)):
         client.request_timeout = 1.0
         client.servers[1].busy = 1  # so that the first is asked first
-        assert client.generate(**request(*prompts[0])).finish == "stop"
+        assert client.generate(**request(prompts[0])).finish == "stop"
         assert [server.url for server in client.servers] == owner.urls[1:]
         assert alive(process.pid) is not killed
     assert f"servers left: 1, because the server at {owner.urls[0]} failed: " in caplog.messages[0]
@@ -602,7 +633,7 @@ def test_a_server_that_hangs_is_left_out_at_once_and_its_owner_kills_it(serve, r
 def test_a_closed_client_lets_nobody_wait_and_ends_its_servers(serve, prompts):
     client = serve("slow=60")
     [server] = client.servers
-    assert_close_frees_who_waits(client, request(*prompts[0]))
+    assert_close_frees_who_waits(client, request(prompts[0]))
     assert not alive(server.process.pid)
 
 
@@ -618,7 +649,7 @@ def test_a_server_is_ready_for_weights_once_it_has_warmed_up(serve, renderer, pr
         client = serve("warms_up=3")
         [server] = client.servers
     client.update_weights(tmp_path, 1)
-    assert client.generate(**request(*prompts[0])).version == 1
+    assert client.generate(**request(prompts[0])).version == 1
     client.close()
     kill(server)
 
@@ -628,10 +659,10 @@ def test_a_server_that_does_not_take_the_weights_is_left_out(serve, prompts, tmp
     client = serve(fault, "")
     if fault != "swap":
         client.servers[1].busy = 1
-        client.generate(**request(*prompts[0]))
+        client.generate(**request(prompts[0]))
     client.update_weights(tmp_path, 1)
     assert [server.gpus for server in client.servers] == ["1"] and told in caplog.text
-    assert client.generate(**request(*prompts[0])).version == 1
+    assert client.generate(**request(prompts[0])).version == 1
 
 
 def test_weights_of_another_run_are_replaced_even_under_the_same_number(serve, prompts, renderer, tmp_path):
@@ -642,7 +673,7 @@ def test_weights_of_another_run_are_replaced_even_under_the_same_number(serve, p
         client.update_weights(tmp_path, 3)
         assert state_of(first.urls[0])["loads"] == loads
     other_rank.update_weights(tmp_path, 3, push=False)
-    assert other_rank.generate(**request(*prompts[0])).version == 3
+    assert other_rank.generate(**request(prompts[0])).version == 3
     assert state_of(first.urls[0])["loads"] == 2
     second.close(), other_rank.close()
 

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from episode import Trajectory
+from episode import Prompt, Trajectory
 from rl import logprob_gap
 from runtime.checkpoints import export, load_policy, load_state, save_state
 from runtime.distributed import peak_memory
@@ -66,7 +66,7 @@ def checkpoint(folder: Path, shapes: dict, layers: int | None = None) -> Path:
 
 @pytest.mark.parametrize("kernel", ["flash", "varlen", "sdpa"])
 def test_kernels_compute_attention_and_its_gradient_to_within_rounding(kernel):
-    """Compare with fp32 maths and a mask over the whole sequence: prompts, suffixes, grouped heads, a one-token suffix."""
+    """Compare with fp32 maths and a mask over the whole sequence: prompts, rows, grouped heads, a one-token row."""
     if kernel != "sdpa" and not GPU:
         pytest.skip("this kernel needs a GPU")
     if kernel == "flash" and pick_kernel(WHERE, torch.bfloat16) != "flash":
@@ -122,10 +122,11 @@ def train(path: Path, folder: Path) -> None:
     def step(number: int) -> float:
         total = 0.0
         for part in parts:
-            logprobs, _, features = policy(part)
+            output = policy(part)
             with torch.no_grad():
-                kept = reference(part, 1.0, features).logprobs
-            loss = ((logprobs - kept).square() - logprobs).mean()  # a pull towards the reference, and a reward
+                kept = reference(part, 1.0, output.features).logprobs
+            # a pull towards the reference, and a reward
+            loss = ((output.logprobs - kept).square() - output.logprobs).mean()
             loss.backward()
             total += loss.item()
         assert np.isfinite(optimizer_step(policy, optimizer, OPTIM, number, 10))
@@ -188,16 +189,17 @@ def update(cfg: PolicyConfig) -> None:
 # ------------------------------------------------------------------------------------------------ sampling, vision
 
 
-def draw_group(c: Qwen3VLConfig, frames: int, side: int, suffixes: Sequence[int]) -> Bundle:
+def draw_group(c: Qwen3VLConfig, frames: int, side: int, lengths: Sequence[int]) -> Bundle:
     """Draw random tokens: a prompt that shows square frames of `side` pixels, and rollouts of so many tokens."""
     rng = np.random.default_rng(0)
     image = [c.vision_start_token_id, *[c.image_token_id] * (side // 32) ** 2, c.vision_end_token_id]
-    prompt = []
+    ids = []
     for _ in range(frames):
-        prompt += [*rng.integers(20, 120, 5).tolist(), *image]  # ordinary tokens of every vocabulary
-    said = [rng.integers(20, 120, length).tolist() for length in suffixes]
+        ids += [*rng.integers(20, 120, 5).tolist(), *image]  # ordinary tokens of every vocabulary
+    said = [rng.integers(20, 120, length).tolist() for length in lengths]
     clip = Clip(rng.integers(0, 256, (frames, side, side, 3), dtype=np.uint8), (0.0,) * frames)
-    return Bundle(prompt, said, [[1] * len(ids) for ids in said], [clip])
+    prompt = Prompt(ids, [clip])
+    return Bundle(prompt, [Trajectory(prompt, row, [1] * len(row)) for row in said])
 
 
 def with_tokenizer(folder: Path, model_type: str = "qwen3_vl") -> Path:
@@ -233,24 +235,23 @@ def test_the_engine_in_this_process_agrees_with_the_trainer(tmp_path, model_type
     clip = tiny.noise(16, width=5 * cell, height=3 * cell)  # 15 tokens a frame, two windows of Qwen2.5-VL's
     prompts, jobs = [], {}
     for i in range(count):
-        messages = [{"role": "user", "content": [clip, "What happens?" + " Say it." * (i // 4)]}]
-        prompts.append(renderer.render(messages, generate=True).ids)
+        if i % 4 == 0:
+            messages = [{"role": "user", "content": [clip, "What happens?" + " Say it." * (i // 4)]}]
+            rendered = renderer.render(messages, generate=True)
+            prompts.append(Prompt(rendered.ids, rendered.clips))
         given = {"max_new_tokens": max_new_tokens, "temperature": 1.0, "seed": i}
-        jobs[i] = partial(engine.generate, prompts[i], [clip], **given)
+        jobs[i] = partial(engine.generate, prompts[-1], [], [], **given)
     began = time.perf_counter()
     samples = run_all(engine, jobs, count)
     seconds = time.perf_counter() - began
     engine.close()
 
     policy = load_policy(PolicyConfig(str(path), dtype="bf16" if GPU else "fp32"), renderer.never_sampled, train=False)
-    trajectories = []
+    rows = []
     for i in range(0, count, count // 4):
-        ids, sample = prompts[i], samples[i]
-        mask = [0] * len(ids) + [1] * len(sample.ids)
-        logprobs = [0.0] * len(ids) + sample.logprobs
-        versions = [m - 1 for m in mask]
-        trajectories.append(Trajectory(ids + sample.ids, mask, logprobs, versions, [clip], len(ids)))
-    gap = logprob_gap(policy, trajectories, 1.0)
+        sample = samples[i]
+        rows.append(Trajectory(prompts[i // 4], sample.ids, [1] * len(sample.ids), sample.logprobs))
+    gap = logprob_gap(policy, rows, 1.0)
     sampled = sum(len(sample.ids) for sample in samples.values())
     note("engine", kernel=engine.kernel, tokens_per_second=round(sampled / seconds), logprob_gap=round(gap, 6))
     assert gap < 0.05

@@ -10,11 +10,12 @@ from scripted import group_that_said
 from tiny import noise
 
 import grpo
-from episode import Call, Group, Trajectory
-from grpo import GRPOConfig, assign_advantages, group_advantage, share_prompts, token_losses
+from episode import Call, Group, Prompt, Trajectory
+from grpo import GRPOConfig, assign_advantages, group_advantage, token_losses
 from rewards import Anchor, RewardConfig, structural_mask
 from rl import RLConfig
 from runtime.checkpoints import load_policy
+from runtime.packing import bundle_rows
 from runtime.policy import PolicyConfig
 from runtime.render import END_OF_TURN
 from runtime.video import Clip
@@ -31,18 +32,18 @@ def settings(credit: str = "struct", grpo: dict | None = None, **changes) -> RLC
     return RLConfig(run="run", policy=PolicyConfig(""), data=None, grpo=grpo, reward=reward, **changes)
 
 
-def make_train_groups(groups, cfg, subagents=False):
-    """Assign advantages and make train groups, in the order of rl.train."""
+def bundle_groups(groups, cfg, subagents=False):
+    """Assign advantages and make bundles, in the order of rl.train."""
     assign_advantages(groups, cfg.grpo, cfg.reward.anchor)
-    return grpo.make_train_groups(groups, cfg.grpo, cfg.reward.anchor, subagents)
+    return grpo.bundle_groups(groups, cfg.grpo, subagents)
 
 
-def train_groups_of(groups, cfg):
-    return make_train_groups(groups, cfg)[0]
+def rows_of(one: Group) -> list[Trajectory]:
+    return [episode.main for episode in one.episodes]
 
 
-def lengths_of(one: Group) -> list[int]:
-    return [sum(episode.main.mask) for episode in one.episodes]
+def count_sampled(one: Group) -> int:
+    return sum(row.n_sampled for row in rows_of(one))
 
 
 # ------------------------------------------------------------------------------------------------ advantages
@@ -63,28 +64,25 @@ def test_selective_anchoring_moves_structural_tokens_only(toy_renderer):
     """All four answers are right, so R is flat and any advantage comes from the anchor."""
     cfg = settings()
     one = group_that_said(toy_renderer, cfg, [TIDY, LOOSE, BARE, TIDY])
-    (train_group,) = train_groups_of([one], cfg)
-    anchored = group_advantage([0.7, -0.3, 0.0, 0.7])
-    at = 0
-    for episode, a in zip(one.episodes, anchored, strict=True):
-        sampled = [t for t, m in zip(episode.main.ids, episode.main.mask) if m]
-        values = train_group.advantages[at : at + len(sampled)]
-        at += len(sampled)
-        moved = toy_renderer.decode([t for t, v in zip(sampled, values) if v])
+    [bundle], _ = bundle_groups([one], cfg)
+    assert bundle.rows == rows_of(one)
+    for row, a in zip(bundle.rows, group_advantage([0.7, -0.3, 0.0, 0.7]), strict=True):
+        assert all(row.mask)
+        moved = toy_renderer.decode([t for t, weight in zip(row.ids, row.weights, strict=True) if weight])
         structure = ("<think>", "</think>\n", "<answer>", "</answer>")
-        tags = [tag for tag in structure if tag in toy_renderer.decode(sampled)]
+        tags = [tag for tag in structure if tag in toy_renderer.decode(row.ids)]
         assert moved == "".join(tags) + END_OF_TURN
-        assert values[values != 0] == pytest.approx(0.5 * a)
-    assert at == len(train_group.advantages)
+        assert row.weights[row.weights != 0] == pytest.approx(0.5 * a)
 
 
 def test_without_the_anchor_every_token_has_its_episodes_advantage(toy_renderer):
     cfg = settings("off")
     one = group_that_said(toy_renderer, cfg, [TIDY, WRONG, LOOSE.replace("red", "blue")])
-    (train_group,) = train_groups_of([one], cfg)
-    expected = np.repeat(group_advantage([1, 0, 0]), lengths_of(one))
-    assert train_group.advantages == pytest.approx(expected.astype(np.float32))
-    assert not train_groups_of([group_that_said(toy_renderer, cfg, [TIDY, LOOSE])], cfg)  # both right: nothing to learn
+    [bundle], _ = bundle_groups([one], cfg)
+    for row, a in zip(bundle.rows, group_advantage([1, 0, 0]), strict=True):
+        assert row.weights == pytest.approx(np.full(len(row.ids), a, np.float32))
+    bundles, _ = bundle_groups([group_that_said(toy_renderer, cfg, [TIDY, LOOSE])], cfg)
+    assert not bundles  # both right: nothing to learn
 
 
 def test_the_mean_is_over_the_tokens_of_all_ranks_flat_groups_included(toy_renderer, monkeypatch):
@@ -93,9 +91,9 @@ def test_the_mean_is_over_the_tokens_of_all_ranks_flat_groups_included(toy_rende
         group_that_said(toy_renderer, cfg, [TIDY, WRONG], "a"),
         group_that_said(toy_renderer, cfg, [TIDY, TIDY], "b"),
     ]
-    tokens = sum(lengths_of(groups[0]) + lengths_of(groups[1]))
+    tokens = sum(map(count_sampled, groups))
     monkeypatch.setattr(grpo, "gather", lambda mine: [mine, 3])  # another rank has 3
-    _, total_tokens = make_train_groups(groups, cfg)
+    _, total_tokens = bundle_groups(groups, cfg)
     assert total_tokens == tokens + 3
 
 
@@ -114,46 +112,70 @@ def test_batch_normalisation_is_over_all_episodes_of_all_ranks_and_spares_the_an
     own = group_advantage([1, 0, 1])
     # Another rank has two episodes, and no tokens.
     monkeypatch.setattr(grpo, "gather", lambda mine: [mine, [4.0, -4.0] if isinstance(mine, list) else 0])
-    train_groups = train_groups_of([varied, flat], cfg)
+    bundles, _ = bundle_groups([varied, flat], cfg)
     assert [e.advantage for e in varied.episodes] == pytest.approx(own / np.std([*own, 0, 0, 0, 4, -4]))
     assert [e.anchor_advantage for e in varied.episodes] == pytest.approx(group_advantage([0.7, 0.7, -0.3]))
-    assert not train_groups[1].advantages.any()  # with a KL, a flat group still trains
+    assert bundles[1].rows == rows_of(flat)  # with a KL, a flat group still trains
+    assert not any(row.weights.any() for row in bundles[1].rows)
 
 
 def test_sub_agents_share_the_advantage_and_not_the_anchors(toy_renderer):
     cfg = settings()
     one = group_that_said(toy_renderer, cfg, [TIDY, BARE.replace("red", "blue")])
-    reporter = (
-        group_that_said(toy_renderer, cfg, [TIDY], prompt=(50, 51)).episodes[0].main
-    )  # its tags are not structural
+    [reporter] = rows_of(group_that_said(toy_renderer, cfg, [TIDY], prompt=(50, 51)))  # its tags are not structural
     one.episodes[0].calls = [Call(0, "crop_video", {}, subagent=reporter)]
-    train_groups, total_tokens = make_train_groups([one], cfg, subagents=True)
-    (report,) = [part for part in train_groups if part.bundle.prompt == [50, 51]]
-    assert report.advantages == pytest.approx(np.full(len(report.advantages), one.episodes[0].advantage))
+    bundles, total_tokens = bundle_groups([one], cfg, subagents=True)
+    assert [bundle.rows for bundle in bundles] == [rows_of(one), [reporter]]
+    assert reporter.weights == pytest.approx(np.full(len(reporter.ids), one.episodes[0].advantage))
     assert one.episodes[0].anchor_advantage > 0
-    assert total_tokens == sum(lengths_of(one)) + sum(reporter.mask)  # the mean includes its tokens
-    untrained, total_tokens = make_train_groups([one], cfg)
-    assert all(part.bundle.prompt != [50, 51] for part in untrained) and total_tokens == sum(lengths_of(one))
+    assert total_tokens == count_sampled(one) + reporter.n_sampled  # the mean includes its tokens
+    bundles, total_tokens = bundle_groups([one], cfg)
+    assert [bundle.rows for bundle in bundles] == [rows_of(one)] and total_tokens == count_sampled(one)
 
 
 def test_a_failed_episode_is_not_compared_and_not_trained_on(toy_renderer):
     cfg = settings()
     one = group_that_said(toy_renderer, cfg, [TIDY, WRONG, WRONG])
     one.episodes[2].error_kind = "EngineError"
-    (train_group,) = train_groups_of([one], cfg)
-    assert len(train_group.bundle.suffixes) == 2
+    [bundle], _ = bundle_groups([one], cfg)
+    assert bundle.rows == rows_of(one)[:2]
 
 
-def said(suffix: int, *clips: Clip) -> grpo.TrainTrajectory:
-    trajectory = Trajectory([5, 6, suffix], [0, 0, 1], prompt_clips=[*clips], prompt_length=2)
-    return grpo.TrainTrajectory(trajectory, np.zeros(3, np.float32))
-
-
-def test_a_train_group_has_the_frames_of_its_trajectories_and_fits_into_the_token_budget():
+def test_a_bundle_has_the_frames_of_its_rows_and_fits_into_the_token_budget():
     """Past bug: stamps are rounded to 0.1 s, so two almost equal windows had equal prompts and shared one's frames."""
-    dark, light = (Clip(np.full((1, 32, 32, 3), shade, np.uint8), (1.0,)) for shade in (0, 255))
-    first, other, second, third = said(7, dark), said(8, light), said(9, dark), said(9, dark)
-    assert share_prompts([first, other, second, third], 4) == [[first, second], [other], [third]]
+    dark, light = (Prompt([5, 6], [Clip(np.full((1, 32, 32, 3), shade, np.uint8), (1.0,))]) for shade in (0, 255))
+    first, other, second, third = (Trajectory(p, [i], [1]) for p, i in ((dark, 7), (light, 8), (dark, 9), (dark, 9)))
+    bundles = bundle_rows([first, other, second, third], 4)
+    assert [bundle.prompt for bundle in bundles] == [dark, light, dark]
+    assert [bundle.rows for bundle in bundles] == [[first, second], [other], [third]]
+
+
+def test_the_rows_of_a_group_share_its_prompt_and_copies_of_its_task_do_not(toy_renderer):
+    """A batch can draw one task twice. Its two prompts have equal ids, but are two objects."""
+    cfg = settings()
+    groups = [group_that_said(toy_renderer, cfg, turns) for turns in ([TIDY, WRONG, BARE], [WRONG, TIDY])]
+    assert groups[0].episodes[0].main.prompt.ids == groups[1].episodes[0].main.prompt.ids
+    bundles, _ = bundle_groups(groups, cfg)
+    for found in (bundles, bundle_rows(rows_of(groups[0]) + rows_of(groups[1]), 10_000)):
+        for bundle, one in zip(found, groups, strict=True):
+            assert all(row is main for row, main in zip(bundle.rows, rows_of(one), strict=True))
+            assert all(row.prompt is bundle.prompt for row in bundle.rows)
+
+
+def test_the_policy_returns_weights_and_behaviour_logprobs_of_the_targets_in_their_order(toy_renderer, toy_dir):
+    policy = load_policy(PolicyConfig(str(toy_dir / "model")), toy_renderer.never_sampled)
+    bundles = [tiny.text_bundle([40, 41], [42, 43, 44], [45, 46]), tiny.text_bundle([47], [48, 49], [50, 51, 52])]
+    masks = iter([[0, 1, 1], [1, 0], [0, 0], [1, 0, 1]])
+    for row in [row for bundle in bundles for row in bundle.rows]:
+        row.mask = next(masks)
+        row.weights = np.array(row.ids, np.float32)
+        row.logprobs = [-token / 8 for token in row.ids]
+    with torch.no_grad():
+        output = policy(bundles)
+    targets = [43, 44, 45, 50, 52]
+    assert output.weights.tolist() == targets
+    assert output.behaviour_logprobs.tolist() == [-token / 8 for token in targets]
+    assert len(output.logprobs) == len(targets)
 
 
 # ------------------------------------------------------------------------------------------------ the loss
@@ -219,36 +241,38 @@ def test_an_update_has_the_loss_and_gradient_of_plain_transformers(toy_renderer,
             p.mul_(1.2)
 
     def logprobs_of(model, main):
-        return tiny.plain_logprobs(model, toy_renderer.never_sampled, main.ids, [frames], 0.7)
+        logprobs = tiny.plain_logprobs(model, toy_renderer.never_sampled, main.all_ids, main.clips, 0.7)
+        return logprobs[len(main.prompt.ids) - 1 :]
 
     # The engine is a little off, and once far off.
-    for main in [episode.main for one in groups for episode in one.episodes]:
-        main.prompt_clips = [frames]
-        with torch.no_grad():
-            found = logprobs_of(plain, main)
-        found += 0.5 * torch.arange(len(found)).sin()
-        main.logprobs = [0.0, *found.tolist()]
+    for one in groups:
+        one.episodes[0].main.prompt.clips.append(frames)  # all its episodes have this prompt
+        for main in rows_of(one):
+            with torch.no_grad():
+                found = logprobs_of(plain, main)
+            found += 0.5 * torch.arange(len(found)).sin()
+            main.logprobs = found.tolist()
     main.logprobs[-3] -= 9
-    train_groups, total_tokens = make_train_groups(groups, cfg)
-    parts = grpo.micro_batches(train_groups, budget)
+    bundles, total_tokens = bundle_groups(groups, cfg)
+    parts = grpo.micro_batches(bundles, budget)
     assert len(parts) == passes
-    assert all(sum(len(train_group.bundle) for train_group in part) <= budget for part in parts)
-    measured = grpo.accumulate(policy, reference, train_groups, total_tokens, 0.7, cfg.grpo)
+    assert all(sum(map(len, part)) <= budget for part in parts)
+    measured = grpo.accumulate(policy, reference, bundles, total_tokens, 0.7, cfg.grpo)
 
     # By hand: r = 1, w = pi / pi_behaviour <= 5, the KL, and the mean over all tokens.
     losses, kls, gaps = [], [], []
     for one in groups:
         own = group_advantage([e.rewards["R"] for e in one.episodes])
         tags = group_advantage([e.rewards["R_anchor"] for e in one.episodes])
-        for main, a, t in zip([e.main for e in one.episodes], own, tags, strict=True):
-            sampled = torch.tensor(main.mask[1:]).bool()
-            new, old = logprobs_of(plain, main)[sampled], torch.tensor(main.logprobs[1:])[sampled]
+        for main, a, t in zip(rows_of(one), own, tags, strict=True):
+            sampled = torch.tensor(main.mask).bool()
+            new, old = logprobs_of(plain, main)[sampled], torch.tensor(main.logprobs)[sampled]
             with torch.no_grad():
                 ref = logprobs_of(other, main)[sampled]
             w = (new.detach() - old).exp()
             weight = torch.where(w <= cfg.grpo.behaviour_cap, w, 0.0) * (new - new.detach()).exp()
             kl = weight * ((ref - new).exp() - (ref - new) - 1)
-            struct = torch.tensor(structural_mask(main, toy_renderer)[1:])[sampled]
+            struct = torch.tensor(structural_mask(main, toy_renderer))[sampled]
             losses.append(cfg.grpo.kl_coef * kl - weight * (a + 0.5 * t * struct))
             kls.append(kl)
             gaps.append((new - old).abs())
@@ -267,12 +291,12 @@ def test_an_update_without_a_row_has_no_tokens_and_nan_is_never_hidden(toy_rende
     cfg = settings()
     policy = load_policy(PolicyConfig(str(toy_dir / "model")), toy_renderer.never_sampled)
     assert grpo.accumulate(policy, None, [], 10, 1.0, cfg.grpo)["learned_tokens"] == 0
-    train_groups, total_tokens = make_train_groups([group_that_said(toy_renderer, cfg, [TIDY, WRONG])], cfg)
-    measured = grpo.accumulate(policy, None, train_groups, total_tokens, 1.0, cfg.grpo)
+    bundles, total_tokens = bundle_groups([group_that_said(toy_renderer, cfg, [TIDY, WRONG])], cfg)
+    measured = grpo.accumulate(policy, None, bundles, total_tokens, 1.0, cfg.grpo)
     with torch.no_grad():
-        expected = policy([train_groups[0].bundle]).entropies.mean().item()
+        expected = policy(bundles).entropies.mean().item()
     assert measured["entropy"] == pytest.approx(expected, rel=1e-4)
-    train_groups[0].behaviour_logprobs[3] = math.nan
-    broken = grpo.accumulate(policy, None, train_groups, total_tokens, 1.0, cfg.grpo)
+    bundles[0].rows[0].logprobs[3] = math.nan
+    broken = grpo.accumulate(policy, None, bundles, total_tokens, 1.0, cfg.grpo)
     assert math.isnan(broken["logprob_gap"])
     assert math.isnan(broken["logprob_gap_max"])

@@ -164,7 +164,7 @@ def test_a_tool_is_a_function_and_an_entry(fork, toy_dir):
     episode = json.loads((fork.root / "zoom.json").read_text("utf-8"))
     assert '"zoom_frame"' in episode["main"]["text"] and not episode["error_kind"]
     [call] = episode["calls"]
-    assert (call["name"], call["error"], len(call["subagent"]["prompt_clips"][0])) == ("zoom_frame", "", 1)
+    assert (call["name"], call["error"], len(call["subagent"]["prompt"]["clips"][0])) == ("zoom_frame", "", 1)
     assert "zoom_frame" in (fork.root / "report.html").read_text("utf-8")
     assert "1 passed" in fork.shell(1)
 

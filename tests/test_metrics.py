@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from episode import CALL_ERRORS, Call, Episode, Group, Task, Trajectory
+from episode import CALL_ERRORS, NO_PROMPT, Call, Episode, Group, Prompt, Task, Trajectory
 from metrics import describe, f_release, format_metrics
 from rewards import TAG_LIMITS, Anchor, RewardConfig
 from runtime.policy import PolicyConfig
@@ -32,11 +32,11 @@ def measured(turns, forced=""):
 
 
 def test_the_figures_of_a_step_are_those_counted_by_hand():
-    task = Task("t", "Which?", ("v.mp4",), "oe", "red")
+    task, prompt = Task("t", "Which?", ("v.mp4",), "oe", "red"), Prompt([5, 5], [])
 
     def agent(sampled: list[int], turns: int, finish: str = "stop") -> Trajectory:
-        versions, mask = [-1, -1, *sampled], [0, 0, *[1] * len(sampled)]
-        return Trajectory([5] * len(mask), mask, [0.0] * len(mask), versions, [], 2, [(2, 3)] * turns, finish)
+        n = len(sampled)
+        return Trajectory(prompt, [5] * n, [1] * n, [0.0] * n, sampled, [(0, 1)] * turns, finish)
 
     # One sub-agent ends its report. The other is cut off, with the main agent's ids. It repeats the first call.
     ended, cut = agent([3, 3, 3], 1), agent([3, 3, 3, 3, 3, 3], 1, "length")
@@ -70,7 +70,7 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
 def figures_of(*calls: Call) -> dict[str, float]:
     """Return the figures of an episode that makes these calls and of one that makes none."""
     task = Task("t", "Which?", ("v.mp4",), "oe", "red")
-    episodes = [Episode(task, 4, Trajectory(), [*made], rewards={"R_acc": 0.0}) for made in (calls, ())]
+    episodes = [Episode(task, 4, Trajectory(NO_PROMPT), [*made], rewards={"R_acc": 0.0}) for made in (calls, ())]
     return describe([Group(task, 4, episodes)], (4,), step=0)
 
 
@@ -95,7 +95,7 @@ def test_a_call_is_distinct_unless_it_repeats_an_earlier_one_of_its_episode_exac
 def test_a_kind_of_error_that_only_another_rank_has_seen_is_counted_over_the_calls_of_all(monkeypatch):
     """Past mutant: each rank counted only its own kinds, so the rate divided by the calls of those ranks alone."""
     task = Task("t", "Which?", ("v.mp4",), "oe", "red")
-    episode = Episode(task, 4, Trajectory([5], [0], [0.0], [-1]), [Call(0, "crop_video", {})], rewards={"R_acc": 0.0})
+    episode = Episode(task, 4, Trajectory(NO_PROMPT), [Call(0, "crop_video", {})], rewards={"R_acc": 0.0})
     monkeypatch.setattr("metrics.gather", lambda mine: [mine, {"too_dark"}])
     assert describe([Group(task, 4, [episode])], (4,), step=0)["call_errors/too_dark"] == 0
 

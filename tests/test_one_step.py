@@ -3,16 +3,16 @@
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 from scripts import REPO
 
-from episode import Group, episode_of
+from episode import Episode, Group, Prompt, episodes_of
 from evals.tables import markdown
-from grpo import assign_advantages, make_train_groups, token_advantages, token_losses
+from grpo import assign_advantages, bundle_groups, token_losses
 from metrics import add_format_metrics
 from rewards import assign_rewards
 from rl import RLConfig
@@ -22,7 +22,8 @@ from runtime.video import Clip
 from study.lab import Characters
 
 PAGE = (REPO / "docs" / "one_step.md").read_text("utf-8")
-RECORD, *EPISODES = [json.loads(line) for line in (REPO / "docs" / "one_step.jsonl").read_text("utf-8").splitlines()]
+RECORD, *EPISODES = (REPO / "docs" / "one_step.jsonl").read_text("utf-8").splitlines()
+RECORD = json.loads(RECORD)
 
 
 @dataclass
@@ -54,29 +55,29 @@ def test_the_pages_figures_are_what_the_code_makes_of_the_record():
     settings = ["staleness=1", "grpo.kl_coef=0.01"]
     cfg = config.load(RLConfig, REPO / "configs" / "toy_paragrpo_full.yaml", settings)
     renderer = Vocabulary(**RECORD["vocabulary"])
-    computed = {"rewards": {}, "advantage": 0.0, "anchor_advantage": 0.0}
-    episodes = [episode_of(line | computed | {"main": line["main"] | {"structural": []}}) for line in EPISODES]
+    recorded_episodes = episodes_of(EPISODES)  # with the rewards and advantages of the run
+    episodes = [Episode(e.task, e.k, replace(e.main, structural=[]), e.calls) for e in recorded_episodes]
     group = Group(episodes[0].task, episodes[0].k, episodes)
     assign_rewards([group], renderer, cfg.reward)
     add_format_metrics([group], renderer, cfg.reward)
     assign_advantages([group], cfg.grpo, cfg.reward.anchor)
-    [train_group], n_tokens = make_train_groups([group], cfg.grpo, cfg.reward.anchor)
+    [bundle], n_tokens = bundle_groups([group], cfg.grpo)
     side = cfg.visual.cell  # a frame is one token
-    train_group.bundle.clips = [Clip(np.zeros((group.k, side, side, 3), np.uint8), ())]
-    packed = pack_bundles([train_group.bundle], renderer.image_pad, side)
+    bundle.prompt = Prompt(bundle.prompt.ids, [Clip(np.zeros((group.k, side, side, 3), np.uint8), ())])
+    packed = pack_bundles([bundle], renderer.image_pad, side)
 
     # the prompt, and the episodes that the page shows
-    assert fenced(renderer.decode(train_group.bundle.prompt)) in PAGE
+    assert fenced(renderer.decode(bundle.prompt.ids)) in PAGE
     for i in RECORD["shown"]:
-        assert f"Episode {i + 1}:\n\n{fenced(renderer.decode(train_group.bundle.suffixes[i]))}" in PAGE
+        assert f"Episode {i + 1}:\n\n{fenced(renderer.decode(bundle.rows[i].ids))}" in PAGE
 
     # rewards and advantages, also as the run itself computed them
     names = ("R_acc", "R_fmt", "R_tool", "R", "R_anchor")
     rows = []
-    for i, (episode, recorded) in enumerate(zip(episodes, EPISODES, strict=True), 1):
-        known = {part: episode.rewards[part] for part in recorded["rewards"]}  # a fork's own terms are not recorded
-        assert known == pytest.approx(recorded["rewards"])
-        figures = [episode.rewards[name] for name in names] + [recorded["advantage"], recorded["anchor_advantage"]]
+    for i, (episode, recorded) in enumerate(zip(episodes, recorded_episodes, strict=True), 1):
+        known = {part: episode.rewards[part] for part in recorded.rewards}  # a fork's own terms are not recorded
+        assert known == pytest.approx(recorded.rewards)
+        figures = [episode.rewards[name] for name in names] + [recorded.advantage, recorded.anchor_advantage]
         assert [episode.advantage, episode.anchor_advantage] == pytest.approx(figures[5:])
         rows.append([f"episode {i}", *(f"{x:.3f}" for x in figures)])
     parts = np.array([[episode.rewards[name] for name in names] for episode in episodes])  # [G, 5]
@@ -85,27 +86,25 @@ def test_the_pages_figures_are_what_the_code_makes_of_the_record():
     assert table("8 episodes:", ["", *names, "A", "A_anchor"], rows) in PAGE
 
     # one turn, token by token
-    episode = episodes[RECORD["torn"]]
-    advantages = token_advantages(episode, cfg.reward.anchor)
+    torn = bundle.rows[RECORD["torn"]]
     rows = []
-    for t in range(*episode.main.turns[-1]):
-        sampled = episode.main.mask[t]
-        token = code(renderer.decode([episode.main.ids[t]]))
-        rows.append([token, sampled, episode.main.structural[t], f"{advantages[t]:.3f}" if sampled else ""])
+    for t in range(*torn.turns[-1]):
+        token = code(renderer.decode([torn.ids[t]]))
+        rows.append([token, torn.mask[t], torn.structural[t], f"{torn.weights[t]:.3f}" if torn.mask[t] else ""])
     title = f"Episode {RECORD['torn'] + 1}, last turn:"
     assert table(title, ["token", "mask", "struct", "A_t"], rows) in PAGE
 
     # the packed sequence
     rows = []
     for i, s in enumerate(packed.segments):
-        name, sees = ("prompt", "") if i == 0 else (f"suffix {i}", f"{s.prompt_start}–{s.prompt_stop - 1}, ")
+        name, sees = ("prompt", "") if i == 0 else (f"row {i}", f"{s.prompt_start}–{s.prompt_stop - 1}, ")
         first, last = packed.positions[0, [s.start, s.stop - 1]]
         rows.append([name, f"{s.start}–{s.stop - 1}", f"{first}–{last}", f"{sees}{s.start}–t"])
-    assert table(f"{len(packed.ids)} tokens:", ["row", "tokens", "positions", "token t sees"], rows) in PAGE
+    assert table(f"{len(packed.ids)} tokens:", ["segment", "tokens", "positions", "token t sees"], rows) in PAGE
 
     # the loss of three tokens, and the denominator
     pi, reference = torch.tensor(RECORD["logprobs"])  # each [N]
-    behaviour, advantages = torch.from_numpy(train_group.behaviour_logprobs), torch.from_numpy(train_group.advantages)
+    behaviour, advantages = torch.from_numpy(packed.behaviour_logprobs), torch.from_numpy(packed.weights)
     losses, stats = token_losses(pi, pi, behaviour, reference, advantages, cfg.grpo)
     columns = {"log π_behaviour": behaviour, "log π": pi, "log π_ref": reference, "A_t": advantages}
     columns |= {"w": (pi - behaviour).exp(), "w · KL": stats["kl"], "l": losses}

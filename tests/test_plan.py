@@ -14,7 +14,6 @@ from rl import RLConfig
 from runtime import config
 from runtime.checkpoints import load_policy
 from runtime.config import ConfigError
-from runtime.packing import Bundle
 from runtime.plan import GIB, PlanConfig, count, meta_policy, plan_rl, plan_training
 from runtime.policy import PolicyConfig
 from runtime.run import require_memory
@@ -138,7 +137,7 @@ def test_activations_are_what_autograd_keeps(tmp_path, model_type, own):
     sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 2, "num_attention_heads": 8}
     path = tiny.write(tmp_path / "model", text=sizes | {"head_dim": 32, "rope_parameters": rope}, model_type=model_type)
     rng = np.random.default_rng(0)
-    prompt, suffixes = rng.integers(2, 100, 120).tolist(), rng.integers(2, 100, (4, 20)).tolist()
+    bundle = tiny.text_bundle(rng.integers(2, 100, 120).tolist(), *rng.integers(2, 100, (4, 20)).tolist())
     tokens = 200
     for checkpointing in (False, True):
         cfg = PolicyConfig(str(path), activation_checkpointing=checkpointing)
@@ -157,6 +156,6 @@ def test_activations_are_what_autograd_keeps(tmp_path, model_type, own):
         for layer in policy.text.layers:
             layer.register_forward_pre_hook(reached)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            policy([Bundle(prompt, suffixes, [[1] * 20] * 4, [])])
+            policy([bundle])
         [planned] = [size for use, size in plan_training(cfg, 1, tokens).used.items() if "of 2 blocks" in use]
         assert at_block[1] - at_block[0] == pytest.approx(planned / 2, rel=0.01 if checkpointing else 0.15)

@@ -92,9 +92,9 @@ def test_gradients_are_those_of_plain_rows(checkpoint, seed):
 @both_families
 @settings(max_examples=12, derandomize=True)
 @given(st.integers(0, 10**6), st.booleans(), st.sampled_from([0.7, 1.0, 1.3]))
-@example(7016, True, 1.0)  # rows without a prompt, and suffixes of one token and of none
+@example(7016, True, 1.0)  # rows without a prompt, and rows of one token and of none
 def test_log_probs_and_entropies_are_those_of_plain_rows(oracle, shared, cell, seed, images, temperature):
-    """So the positions are those of get_rope_index, and a suffix sees neither its siblings nor other bundles. The oracle
+    """So the positions are those of get_rope_index, and a row sees neither its siblings nor other bundles. The oracle
     removes the columns of the banned ids."""
     bundles, rows = tiny.random_bundles(seed, images, cell)
     with torch.no_grad():
@@ -127,8 +127,9 @@ def test_every_pass_runs_the_tower_once_and_reaches_every_parameter(path, cell):
     policy = load_policy(PolicyConfig(str(path), freeze=()), tiny.NEVER_SAMPLED)
     calls = []
     policy.vision.register_forward_hook(lambda *_: calls.append(1))
-    nothing, untargeted, empty = [], [Bundle([5], [[6]], [[0]], [])], [Bundle.conversation([], [], [])]
-    text, images = [Bundle([5, 6], [[7, 8]], [[1, 1]], [])], tiny.random_bundles(4, cell=cell)[0]
+    nothing, untargeted, empty = [], [tiny.text_bundle([5], [6])], [tiny.alone([], [])]
+    untargeted[0].rows[0].mask = [0]
+    text, images = [tiny.text_bundle([5, 6], [7, 8])], tiny.random_bundles(4, cell=cell)[0]
     for bundles, count in ((nothing, 0), (untargeted, 0), (empty, 0), (text, 2), (images, None)):
         calls.clear()
         scores = policy(bundles)
@@ -142,18 +143,19 @@ def test_every_pass_runs_the_tower_once_and_reaches_every_parameter(path, cell):
 def test_bundles_that_contradict_themselves_are_refused(shared, cell):
     rng = np.random.default_rng(5)
     good, _ = tiny.bundle(rng, (5, 1), [(5, 1)], cell)
+    [row] = good.rows
 
     def variant(**changes):
-        return [replace(good, **changes)]
+        return [Bundle(good.prompt, [replace(row, **changes)])]
 
-    pad = good.suffixes[0].index(tiny.IMAGE_PAD)
-    on_pad = [int(i == pad) for i in range(len(good.suffixes[0]))]
+    pad = row.ids.index(tiny.IMAGE_PAD)
+    on_pad = [int(i == pad) for i in range(len(row.ids))]
     for bundles, message in [
-        (variant(clips=good.clips[:1]), "frames"),
-        (variant(clips=[*good.clips, good.clips[0]]), "1 more frames than images"),
-        (variant(suffixes=[good.suffixes[0][: pad + 1]], masks=[[0] * (pad + 1)]), "inside an image"),
-        (variant(masks=[on_pad]), f"{tiny.IMAGE_PAD}.*never sampled"),
-        ([Bundle.conversation([4, 5], [1, 1], [])], "without a prompt"),
+        (variant(call_clips=[]), "frames"),
+        (variant(call_clips=[*row.call_clips, *good.prompt.clips]), "1 more frames than images"),
+        (variant(ids=row.ids[: pad + 1], mask=[0] * (pad + 1)), "inside an image"),
+        (variant(mask=on_pad), f"{tiny.IMAGE_PAD}.*never sampled"),
+        ([tiny.alone([4, 5], [1, 1])], "without a prompt"),
     ]:
         with pytest.raises(ValueError, match=message):
             shared(bundles)
@@ -165,7 +167,7 @@ def test_bundles_that_contradict_themselves_are_refused(shared, cell):
 def test_a_frozen_tower_has_no_gradient_and_its_features_are_reused(path, shared, cell):
     policy = load_policy(PolicyConfig(str(path)), tiny.NEVER_SAMPLED)
     assert not any(p.requires_grad for p in policy.vision.parameters())
-    bundles = [*tiny.random_bundles(4, cell=cell)[0], Bundle([5, 6], [[7, 8]], [[1, 1]], [])]
+    bundles = [*tiny.random_bundles(4, cell=cell)[0], tiny.text_bundle([5, 6], [7, 8])]
     scores = policy(bundles)
     torch.testing.assert_close(scores.logprobs, shared(bundles).logprobs)
     grads = gradients(policy, scores.logprobs.sum())
@@ -191,7 +193,7 @@ def test_no_mask_spans_the_pack_and_no_logits_span_the_targets(path, cell):
         logprobs = policy([bundle]).logprobs
         ours = gradients(policy, logprobs.sum())
     masks = [call.kwargs.get("attn_mask") for call in attended.call_args_list]
-    assert 0 < max(mask.numel() for mask in masks if mask is not None) <= 20 * (len(bundle.prompt) + 20)
+    assert 0 < max(mask.numel() for mask in masks if mask is not None) <= 20 * (len(bundle.prompt.ids) + 20)
     chunks = [len(call.args[0]) for call in computed.call_args_list]
     assert max(chunks) == 7 and sum(chunks) == 2 * len(logprobs)  # once forward, once backward
     expected = at_once([bundle]).logprobs

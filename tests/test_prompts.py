@@ -38,7 +38,7 @@ def asked(renderer: Renderer, **cfg) -> list[str]:
     [episode] = play(
         renderer, lambda prompt, seed: reply(prompt, seed) if "<tool_call>" in prompt else "A cat." + END, **cfg
     )
-    return [read(renderer, t.ids[: t.prompt_length]) for t in [episode.main, *episode.subagents]]
+    return [read(renderer, t.prompt.ids) for t in [episode.main, *episode.subagents]]
 
 
 def read(renderer: Renderer, ids: list[int]) -> str:
@@ -61,7 +61,7 @@ def test_every_agent_reads_the_own_words_in_rollouts_and_in_sft_rows(renderer):
         ("sub", sub, "", dataclasses.replace(film, start=4, end=9.5)),
     ):
         row = Dialogue("d", agent, question, (media,), said)
-        [learned] = encode_dialogue(row, MemoryVideos(), own, SCHEMAS).suffixes
+        learned = encode_dialogue(row, MemoryVideos(), own, SCHEMAS).ids
         assert read(own, learned).startswith(prompt.removesuffix("<|im_start|>assistant\n"))
 
 
@@ -75,7 +75,7 @@ def test_the_line_break_before_the_question_can_be_left_out(renderer, before, as
     own = Renderer(renderer.tokenizer, renderer.contract, Prompts(before_question=before))
     assert f"{asked_after}{TASK.question}<|im_end|>" in asked(own)[0]
     row = Dialogue("d", "main", TASK.question, (Media("/data/v.mp4"),), ({"role": "assistant", "content": ["a"]},))
-    [learned] = encode_dialogue(row, MemoryVideos(), own, SCHEMAS).suffixes
+    learned = encode_dialogue(row, MemoryVideos(), own, SCHEMAS).ids
     assert f"{asked_after}{TASK.question}<|im_end|>" in read(own, learned)
 
 

@@ -97,7 +97,8 @@ def check(episode, renderer, model) -> None:
         check_trajectory(agent, renderer)
         assert all(all(agent.mask[start:end]) for start, end in agent.turns)
         for start, _ in agent.turns:  # every turn continues exactly the prompt of a request
-            assert any(agent.ids[:start][-len(request.ids) :] == request.ids for request in model.asked)
+            read = agent.prompt.ids + agent.ids[:start]
+            assert any(read[-len(request.ids) :] == request.ids for request in model.asked)
 
 
 def user(text: str) -> str:
@@ -154,7 +155,7 @@ def test_the_agents_protocol_is_an_episode_of_training(ask, renderer):
         Model(renderer, *said), renderer, MemoryVideos(), RolloutConfig(temperature=0.0, think_prefix=False)
     )
     episode = run_episode(context, TASK, 4, render_prompt(TASK, 4, context), 7)
-    assert outcome.episode.main.ids == episode.main.ids and outcome.answer == "B"
+    assert outcome.episode.main.all_ids == episode.main.all_ids and outcome.answer == "B"
     assert [c.text for c in outcome.episode.calls] == ["a cat", "a cat"] == [c.text for c in episode.calls]
     _, model = ask("agent", ["x" + END], dataclasses.replace(TASK, kind="tvg", options=()))
     assert f"\n{TASK.question} Give its start and end in seconds." in model.read[0]  # it is also told how to answer
@@ -387,7 +388,8 @@ def test_what_does_not_fit_and_what_is_cut_off_ends_the_episode(ask):
     conan = clips("00:00:20-00:00:40")
     for protocol, said in (("conan", conan), ("video_zoomer", zoom(0, 16, 1))):
         full, _ = ask(protocol, [said, "x" + END])
-        room = full.episode.main.turns[0][1] + 30
+        main = full.episode.main
+        room = len(main.prompt.ids) + main.turns[0][1] + 30
         outcome, model = ask(protocol, [said, "x" + END], cfg={"max_context": room})
         assert outcome.episode.main.finish == "length" and len(model.read) == 1 and not outcome.episode.error
     outcome, model = ask("conan", [conan.removesuffix(END) + "." * 500, "x" + END], cfg={"max_new_tokens": 300})
@@ -401,7 +403,7 @@ def test_a_question_can_hold_no_tags_but_our_words_can(ask, renderer):
         if "user" not in words or protocol == "plain":
             continue
         outcome, model = ask(protocol, ["x" + END] * 9, evil, words={})
-        prompt = outcome.episode.main.ids[: outcome.episode.main.prompt_length]
+        prompt = outcome.episode.main.prompt.ids
         ours = words.get("system", "") + words["user"]
         pictures = len(outcome.episode.main.clips[0]) * 4  # tokens of a frame
         assert prompt.count(live["<|image_pad|>"]) == pictures

@@ -10,10 +10,9 @@ from scripted import check_rows_of_a_rollout
 from tiny import noise, template_ids
 from transformers import GenerationConfig
 
-from episode import Episode, Task, Trajectory
+from episode import NO_PROMPT, Episode, Task, Trajectory
 from rewards import RewardConfig, score, structural_mask
 from runtime.checks import template_problem
-from runtime.packing import Bundle
 from runtime.prompts import Live
 from runtime.render import THINK_PREFIX, Renderer, load_tokenizer
 from sft import target_kinds
@@ -93,7 +92,7 @@ def said(renderer: Renderer, text: str, forced: str = "") -> Trajectory:
     before = renderer.encode(forced)
     ids = before + renderer.tokenizer.encode(text, add_special_tokens=False)
     mask = [0] * len(before) + [1] * (len(ids) - len(before))
-    return Trajectory(ids, mask, [-1.0 * m for m in mask], [m - 1 for m in mask], [], 0, [(0, len(ids))], "stop")
+    return Trajectory(NO_PROMPT, ids, mask, [-1.0 * m for m in mask], [m - 1 for m in mask], [(0, len(ids))], "stop")
 
 
 def painted(renderer: Renderer, trajectory: Trajectory) -> str:
@@ -144,7 +143,7 @@ def test_a_turn_may_end_with_any_of_the_checkpoints_ends(renderer, end):
 @pytest.mark.parametrize("answer", ["B", "12.5 - 20.1", "[12.5, 20.1]", "The red door.", "红伞。", "🙂", "\r\nB\r\n"])
 def test_every_token_that_carries_the_answer_is_of_the_kind_answer(renderer, answer):
     trajectory = said(renderer, f"<think>\nI see.\n</think>\n<answer>{answer}</answer><|im_end|>")
-    kinds = target_kinds(Bundle.conversation(trajectory.ids, trajectory.mask, []), renderer)
+    kinds = target_kinds(trajectory, renderer)
     text = renderer.decode(trajectory.ids)
     first = text.index(answer.strip(), text.index("<answer>"))
     last = first + len(answer.strip())

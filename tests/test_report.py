@@ -255,7 +255,7 @@ def test_each_token_says_who_wrote_it_and_whether_it_is_structural(renderer):
     assert said(main, "sampled") == FIRST + SECOND
     assert said(main, "forced") == "<think>\n" * 2
     assert said(main, "tools").count("<tool_response>\nA red cube.\n</tool_response>") == 2
-    assert said(main, "") == renderer.decode(renderer.compact(episode.main.ids))  # an image's pads are one token
+    assert said(main, "") == renderer.decode(renderer.compact(episode.main.all_ids))  # an image's pads are one token
     assert len([token for token in tokens(main, "prompt") if "picture" in token]) == 4
     end = "<|im_end|>"
     tags = ["</think>", *["<tool_call>", "</tool_call>"] * 2, end, "</think>", "<answer>", "</answer>", end]

@@ -13,7 +13,7 @@ from scripts import REPO
 from tiny import Pieces
 
 import rewards
-from episode import Group, Task, Trajectory
+from episode import NO_PROMPT, Group, Task, Trajectory
 from rewards import Anchor, Api, JudgeError, RewardConfig, score, structural_mask
 from runtime.render import END_OF_TURN, TAG, TAGS, TAGS_AND_CODE
 from study import lab
@@ -337,7 +337,7 @@ def test_a_token_that_shares_a_tag_is_structure_unless_it_carries_content(answer
     """These are tokens of Qwen."""
     pieces = ["<think>", "I see it.", "</think>", "<", "answer", *answer.split("|"), "answer", ">", END_OF_TURN]
     ids = list(range(len(pieces)))
-    mask = structural_mask(Trajectory(ids, [1] * len(ids), turns=[(0, len(ids))]), Pieces(*pieces))
+    mask = structural_mask(Trajectory(NO_PROMPT, ids, [1] * len(ids), turns=[(0, len(ids))]), Pieces(*pieces))
     painted = [piece for piece, structural in zip(pieces, mask, strict=True) if structural]
     assert painted == ["<think>", "</think>", "<", "answer", *struct.split("|"), "answer", ">", END_OF_TURN]
 

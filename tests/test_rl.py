@@ -18,15 +18,16 @@ from scripts import metrics, rl_config, wait_for
 from short_runs import train
 
 import rl
-from grpo import make_train_groups
+from episode import Trajectory
+from grpo import assign_advantages, bundle_groups
 from rewards import assign_rewards
-from rl import RLConfig, require_agreement, trainer_logprobs
+from rl import RLConfig, require_agreement
 from rollout import RolloutConfig, render_prompt
 from runtime import config
 from runtime.checkpoints import load_policy
 from runtime.dataset import RowError
 from runtime.engine import EngineError
-from runtime.policy import PolicyConfig
+from runtime.policy import Policy, PolicyConfig
 from runtime.run import Clock, Run
 from runtime.video import Videos
 from runtime.weights import WeightSync
@@ -115,7 +116,7 @@ def test_k_reaches_the_sampler_as_frames_and_pads_of_every_prompt(draw):
         for group in groups:
             shown = [sum(map(len, request.clips)) for request in first if group.task.question in request.prompt]
             assert len(shown) >= 4 and group.k in shown
-            assert all(episode.main.ids.count(engine.renderer.image_pad) == group.k for episode in group.episodes)
+            assert all(episode.main.all_ids.count(engine.renderer.image_pad) == group.k for episode in group.episodes)
 
 
 def test_k_and_seeds_hang_on_the_task_and_its_draw_and_on_nothing_else(draw):
@@ -311,6 +312,13 @@ def test_a_step_whose_log_probs_are_not_numbers_ends_the_run(scripted, toy_dir, 
         rl.main(config.load(RLConfig, rl_config(tmp_path / "c.yaml", toy_dir, steps=1)))
 
 
+def logprobs_alone(policy: Policy, row: Trajectory, temperature: float) -> torch.Tensor:
+    """Return the log-probs of the sampled tokens of one conversation that shares no prompt."""
+    whole = tiny.alone(row.all_ids, [0] * len(row.prompt.ids) + row.mask, row.clips)
+    with torch.no_grad():
+        return policy([whole], temperature).logprobs
+
+
 def test_frames_of_calls_are_learned_with_the_episode_that_saw_them(draw, toy_dir):
     """Packed groups have the log-probs of each episode alone."""
     groups, engine = draw(0, rollout={"tool_return": "frames", "max_new_tokens": 64})
@@ -319,12 +327,13 @@ def test_frames_of_calls_are_learned_with_the_episode_that_saw_them(draw, toy_di
     assert all(not episode.subagents and not episode.error for episode in episodes)
     cfg = RLConfig(run="run", policy=PolicyConfig(str(toy_dir / "model")), data=None)
     assign_rewards(groups, engine.renderer, cfg.reward)
-    train_groups, _ = make_train_groups(groups, cfg.grpo, cfg.reward.anchor)
-    assert len(train_groups) == len(groups)  # each prompt is computed once
+    assign_advantages(groups, cfg.grpo, cfg.reward.anchor)
+    bundles, _ = bundle_groups(groups, cfg.grpo)
+    assert len(bundles) == len(groups)  # each prompt is computed once
     policy = load_policy(cfg.policy, engine.renderer.never_sampled)
     with torch.no_grad():
-        packed = policy([train_group.bundle for train_group in train_groups], 0.7).logprobs
-    alone = torch.cat([trainer_logprobs(policy, [episode.main], 0.7) for episode in episodes])
+        packed = policy(bundles, 0.7).logprobs
+    alone = torch.cat([logprobs_alone(policy, episode.main, 0.7) for episode in episodes])
     assert len(packed) > 100 and torch.allclose(packed, alone, atol=1e-5)
 
 
@@ -336,7 +345,7 @@ def test_the_first_batch_is_checked_with_a_call_and_its_report(draw, toy_dir, mo
     for episode in [episode for group in groups for episode in group.episodes]:
         reports += episode.subagents
         for agent in [episode.main, *episode.subagents]:
-            exact = trainer_logprobs(policy, [agent], 1.0).tolist()
+            exact = logprobs_alone(policy, agent, 1.0).tolist()
             agent.logprobs = [exact.pop(0) if sampled else 0.0 for sampled in agent.mask]
     monkeypatch.setattr("rl.GAP_LIMIT", 1e-4)
     require_agreement(policy, groups, 1.0, 0.0)
@@ -345,6 +354,7 @@ def test_the_first_batch_is_checked_with_a_call_and_its_report(draw, toy_dir, mo
         with pytest.raises(EngineError, match="the engine's images, weights, temperature or banned tokens differ"):
             require_agreement(policy, groups, *temperatures)
     for report in reports:
-        report.prompt_clips = [replace(clip, pixels=255 - clip.pixels) for clip in report.prompt_clips]
+        clips = [replace(clip, pixels=255 - clip.pixels) for clip in report.prompt.clips]
+        report.prompt = replace(report.prompt, clips=clips)
     with pytest.raises(EngineError, match="trainer and engine disagree"):
         require_agreement(policy, groups, 1.0, 0.0)

@@ -1,6 +1,7 @@
 """The invariants of an episode, checked with a scripted engine."""
 
 import dataclasses
+import gc
 import itertools
 import json
 import random
@@ -34,7 +35,7 @@ def tasks_named(count: int) -> list[Task]:
 
 
 def text_of(episode: Episode, renderer) -> str:
-    return renderer.decode(renderer.compact(episode.main.ids))
+    return renderer.decode(renderer.compact(episode.main.all_ids))
 
 
 def user_turns(episode: Episode, renderer) -> list[str]:
@@ -57,11 +58,12 @@ def test_the_trainer_reads_what_the_engine_was_asked_and_said(renderer):
     asked = sorted((request.ids for request in engine.asked if not is_subagent(request.prompt)), key=len)
     assert len(asked) == 2 == len(main.turns)
     for ids, (start, end) in zip(asked, main.turns):
-        assert main.ids[: len(ids)] == ids
-        assert main.mask[start : len(ids)] == [0] * (len(ids) - start) and all(main.mask[len(ids) : end])
+        assert main.all_ids[: len(ids)] == ids
+        begins = len(ids) - len(main.prompt.ids)  # the sampled part of the turn
+        assert main.mask[start:begins] == [0] * (begins - start) and all(main.mask[begins:end])
     for agent in [episode.main, *episode.subagents]:
         check_trajectory(agent, renderer)
-    prompt = renderer.decode(episode.subagents[0].ids)  # a sub-agent sees frames and not the question
+    prompt = renderer.decode(episode.subagents[0].all_ids)  # a sub-agent sees frames and not the question
     assert TASK.question not in prompt and "seconds>" in prompt
 
 
@@ -69,7 +71,7 @@ def test_a_sub_agent_reads_these_words(renderer):
     """Compare word for word: checkpoints learned these prompts in the cold start, and no other test notices a change."""
     [episode] = play(renderer, turns("x</think>" + call(0, 1) + END, "y</think>" + END))
     agent = episode.subagents[0]
-    read = renderer.decode(renderer.compact(agent.ids[: agent.prompt_length]))
+    read = renderer.decode(renderer.compact(agent.prompt.ids))
     frame = "<|vision_start|><|image_pad|><|vision_end|>"
     assert read == (
         "<|im_start|>system\nYou see frames of one part of a video, each after its time. "
@@ -119,7 +121,7 @@ def test_the_forced_opening_is_in_every_turn_and_is_never_learned(renderer, thin
     for start, end in episode.main.turns:
         assert episode.main.ids[start : start + len(opened)] == opened
         assert episode.main.mask[start:end] == [0] * len(opened) + [1] * (end - start - len(opened))
-    assert episode.main.prompt_length == episode.main.turns[0][0]
+    assert episode.main.turns[0][0] == 0
 
 
 def test_each_request_has_a_seed_of_its_own_and_the_settings_of_its_agent(renderer):
@@ -128,13 +130,30 @@ def test_each_request_has_a_seed_of_its_own_and_the_settings_of_its_agent(render
     limits = {"temperature": 0.7, "max_new_tokens": 500, "subagents": SubagentConfig(max_new_tokens=9, temperature=0.3)}
     for step in range(2):
         episodes = play(renderer, None, engine=engine, tasks=tasks_named(2), group_size=2, step=step, **limits)
-    # Rollouts of a group share their prompt and one copy of its frames.
     one, other = (episode.main for episode in episodes[:2])
-    assert one.ids[: one.prompt_length] == other.ids[: other.prompt_length]
-    assert one.clips[0].pixels is other.clips[0].pixels
+    assert one.prompt is other.prompt  # the rollouts of a group share it
     assert len(engine.asked) == 2 * 4 * 7 == len({request.seed for request in engine.asked})
     settings = {(is_subagent(request.prompt), request.temperature, request.max_new_tokens) for request in engine.asked}
     assert settings == {(False, 0.7, 500), (True, 0.3, 9)}
+
+
+def test_sub_agents_that_see_the_same_window_of_a_video_hold_one_prompt_until_their_episodes_are_gone(renderer):
+    """Engine and trainer know a shared prompt by its object, in whichever episodes and turns its agents were asked."""
+    said = turns("x</think>" + call(0, 20) * 2 + call(20, 40) + END, "x</think>" + call(0, 20) + END, "y</think>" + END)
+    context = AgentContext(Scripted(renderer, said), renderer, MemoryVideos(), RolloutConfig(max_context=100_000))
+    other_video = dataclasses.replace(TASK, id="t2", videos=("/data/w.mp4",))
+    groups = rollout.rollout(context, [TASK, other_video], [4, 4], 2)
+    prompts = {}  # (video, window) -> the prompts of those who saw it
+    for group in groups:
+        for episode in group.episodes:
+            for asked in episode.calls:
+                prompts.setdefault((*group.task.videos, asked.window), []).append(asked.subagent.prompt)
+    assert sorted(map(len, prompts.values())) == [2, 2, 6, 6]
+    assert [len(set(same)) for same in prompts.values()] == [1] * 4 and len(set(sum(prompts.values(), []))) == 4
+    assert set(context.subagent_prompts.values()) == set(sum(prompts.values(), []))
+    del groups, group, episode, asked, prompts
+    gc.collect()
+    assert not context.subagent_prompts
 
 
 # ---- 2: all calls of a turn, one answer turn
@@ -205,11 +224,11 @@ def test_a_turn_that_is_cut_off_ends_the_episode_within_the_context(renderer):
     [episode] = play(renderer, None, engine=engine, max_new_tokens=100)
     assert episode.main.finish == "length" and episode.calls == [] and len(engine.asked) == 1
     assert sum(episode.main.mask) == 100 and not episode.error
-    room = episode.main.prompt_length + 30
+    room = len(episode.main.prompt.ids) + 30
     [episode] = play(renderer, turns("x</think>" + "." * 200 + END), max_context=room)
-    assert len(episode.main.ids) == room and episode.main.finish == "length"
+    assert len(episode.main.all_ids) == room and episode.main.finish == "length"
     [episode] = play(renderer, turns("x</think>" + "<tool_call>" * 300 + END), max_context=1200)
-    assert len(episode.main.ids) <= 1200 and episode.main.finish == "length"
+    assert len(episode.main.all_ids) <= 1200 and episode.main.finish == "length"
     assert len(episode.calls) == len(re.findall("<tool_response>", text_of(episode, renderer)))
 
 
@@ -371,7 +390,7 @@ def test_the_engine_is_told_exactly_who_will_ask(renderer, concurrency):
         engine = Barrier(renderer, reply)
         episodes = play(renderer, None, engine=engine, tasks=tasks, group_size=2, concurrency=concurrency)
         assert engine.expected == 0 and engine.least_expected >= 0
-        runs.append((engine.batches, [e.main.ids for e in episodes]))
+        runs.append((engine.batches, [e.main.all_ids for e in episodes]))
     assert runs[0] == runs[1]
 
 
@@ -438,9 +457,10 @@ def test_a_dumped_episode_comes_back_whole(renderer, tmp_path, tool_return):
         dump(episode, file, renderer.readable)
     text = json.loads(path.read_text().splitlines()[0])["main"]["text"]  # the readable text
     assert "y</think>" in text and text.count(IMAGE_PAD) == sum(map(len, episode.main.clips))
-    again = tmp_path / "again.jsonl"
+    again, episodes = tmp_path / "again.jsonl", load_episodes(path)
+    assert episodes[0].main.prompt is episodes[1].main.prompt
     with open(again, "w") as file:
-        for loaded in load_episodes(path):
+        for loaded in episodes:
             dump(loaded, file, renderer.readable)
             decode_frames(loaded, MemoryVideos(), CONTRACT)
             for ours, theirs in zip([episode.main, *episode.subagents], [loaded.main, *loaded.subagents], strict=True):

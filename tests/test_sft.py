@@ -13,6 +13,7 @@ from scripts import metrics, sft_config
 
 import sft
 from data import parse_dialogue
+from episode import NO_PROMPT, Trajectory
 from runtime import config
 from runtime.checkpoints import load_policy
 from runtime.dataset import DataError, Dataset, RowError
@@ -35,7 +36,7 @@ def test_kinds_of_target_tokens_follow_the_text(toy_renderer):
         {"role": "assistant", "content": "<think>\nI see.\n</think>\n<answer>red</answer>"},
     ]
     rendered = toy_renderer.render(messages)
-    kinds = target_kinds(Bundle.conversation(rendered.ids, rendered.mask, []), toy_renderer)
+    kinds = target_kinds(Trajectory(NO_PROMPT, rendered.ids, rendered.mask), toy_renderer)
     targets = [t for t, m in zip(rendered.ids, rendered.mask, strict=True) if m]
     text = dict.fromkeys(TOKEN_KINDS, "")
     for token, kind in zip(targets, kinds, strict=True):
@@ -64,7 +65,7 @@ def test_a_token_that_carries_a_piece_of_the_answer_counts_as_answer(said, expec
     """Past bug: with Qwen's merges every answer letter counted as `structure`, because its token begins with the tag's `>`."""
     pieces = [*said.split("|"), "<|im_end|>", "<|endoftext|>"]
     ids = list(range(len(pieces)))
-    kinds = target_kinds(Bundle.conversation(ids, [1] * len(ids), []), tiny.Pieces(*pieces))
+    kinds = target_kinds(Trajectory(NO_PROMPT, ids, [1] * len(ids)), tiny.Pieces(*pieces))
     assert kinds == [*expected.split(), "structure", "structure"]
 
 
@@ -77,18 +78,19 @@ def test_loss_and_gradient_equal_an_unpacked_reference(toy_dir, toy_renderer, tm
     measured = batch_loss(policy, batch)
     weights = {}  # of the rows, by their ids
     for draw in Dataset(cfg.data, parse_dialogue).batch(0, 12):
-        bundle = sft.encode_dialogue(draw.item, videos, toy_renderer, [TOOLS[name].schema for name in cfg.tools])
-        weights[tuple(bundle.suffixes[0])] = draw.loss_weight
+        row = sft.encode_dialogue(draw.item, videos, toy_renderer, [TOOLS[name].schema for name in cfg.tools])
+        weights[tuple(row.ids)] = draw.loss_weight
     assert set(weights.values()) == {1, 10}
 
     plain = tiny.plain(toy_dir / "model")
     total, weighted, per_kind = 0.0, 0.0, {kind: [] for kind in TOKEN_KINDS}
     for micro in batch:
         for bundle in micro.bundles:
-            logprobs = tiny.plain_logprobs(plain, toy_renderer.never_sampled, bundle.suffixes[0], bundle.clips)
-            nll = -logprobs[torch.tensor(bundle.masks[0]).bool()[1:]]
-            kinds = target_kinds(bundle, toy_renderer)
-            w = torch.tensor([weights[tuple(bundle.suffixes[0])] * cfg.kind_weights.get(kind, 1.0) for kind in kinds])
+            [row] = bundle.rows
+            logprobs = tiny.plain_logprobs(plain, toy_renderer.never_sampled, row.ids, row.clips)
+            nll = -logprobs[torch.tensor(row.mask).bool()[1:]]
+            kinds = target_kinds(row, toy_renderer)
+            w = torch.tensor([weights[tuple(row.ids)] * cfg.kind_weights.get(kind, 1.0) for kind in kinds])
             weighted, total = weighted + (w * nll).sum(), total + float(w.sum())
             for kind, value in zip(kinds, nll.tolist(), strict=True):
                 per_kind[kind].append(value)
@@ -118,11 +120,13 @@ def test_the_loss_is_over_the_weights_of_all_ranks(monkeypatch):
 
     def policy(bundles):
         passes.append(bundles)
-        return PolicyOutput(logprobs[: 2 * len(bundles)], torch.zeros(2 * len(bundles)))
+        n = 2 * len(bundles)
+        return PolicyOutput(logprobs[:n], torch.zeros(n), torch.tensor([1.0, 3.0])[:n], torch.zeros(n))
 
     logprobs = torch.tensor([-1.0, -4.0], requires_grad=True)
     kinds = np.array(["prose", "answer"])
-    batch = [sft.MicroBatch([Bundle.conversation([5, 6], [1, 1], [])], np.array([1, 3], np.float32), kinds)]
+    row = Trajectory(NO_PROMPT, [5, 6], [1, 1], weights=np.array([1, 3], np.float32))
+    batch = [sft.MicroBatch([Bundle(NO_PROMPT, [row])], kinds)]
     monkeypatch.setattr(sft, "gather", lambda mine: [mine, 3 if isinstance(mine, int) else mine])
     monkeypatch.setattr(sft, "sum_over_ranks", lambda sums: {name: 2 * value for name, value in sums.items()})
     measured = batch_loss(policy, batch)
@@ -156,7 +160,9 @@ def test_each_held_out_row_is_asked_once(toy_dir, tmp_path, monkeypatch):
     monkeypatch.setattr(sft.Batches, "make", lambda *which: batches.append(make(*which)) or batches[-1])
     val = {"sources": [{"path": str(few)}], "video_root": str(toy_dir), "seed": 1}
     train(tmp_path / "run.yaml", toy_dir, val=val, steps=1)
-    held_out, trained = [[bundle.suffixes for micro in batch for bundle in micro.bundles] for batch in batches]
+    held_out, trained = [
+        [row.ids for micro in batch for bundle in micro.bundles for row in bundle.rows] for batch in batches
+    ]
     assert len(set(map(str, held_out))) == len(held_out) == 3
     assert len(trained) == 4
 

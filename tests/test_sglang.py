@@ -17,10 +17,10 @@ import torch
 from scripted import MemoryVideos
 from scripts import metrics, rl_config
 from short_runs import pay_by_chance
-from tiny import CONTRACT_14, as_published, at_once, check_logprobs, prompts_of, request
+from tiny import CONTRACT_14, as_published, at_once, check_logprobs, prompts_of
 
 import rl
-from episode import Task
+from episode import Prompt, Task
 from rollout import AgentContext, RolloutConfig, SubagentConfig, rollout
 from runtime import config
 from runtime.checkpoints import export, load_policy
@@ -66,13 +66,17 @@ def client(checkpoint, renderer):
 
 @pytest.fixture(scope="module")
 def prompts(renderer):
-    return prompts_of(renderer)
+    return [Prompt(*made) for made in prompts_of(renderer)]
+
+
+def request(prompt: Prompt, **more) -> dict:
+    return tiny.request([], [], prompt=prompt, **more)
 
 
 def check_rows(client, model, renderer, prompts, temperatures=(1.0,)) -> None:
-    rows = [request(*prompt, seed=i, temperature=tau) for i, prompt in enumerate(prompts) for tau in temperatures]
+    rows = [request(prompt, seed=i, temperature=tau) for i, prompt in enumerate(prompts) for tau in temperatures]
     for row, sample in zip(rows, at_once(client, rows)):
-        check_logprobs(model, renderer, row, sample, tolerance=1e-4)
+        check_logprobs(model, renderer, row | vars(row["prompt"]), sample, tolerance=1e-4)
         assert row["temperature"] or len(set(sample.ids)) > 3
 
 
@@ -81,28 +85,27 @@ def test_logprobs_are_the_trainers(client, model, renderer, prompts):
 
 
 def test_pixels_change_what_the_server_says(client, renderer, prompts):
-    ids, clips = prompts[4]
-    blank = [type(clip)(np.zeros_like(clip.pixels), clip.times) for clip in clips]
-    seen, unseen = (client.generate(**request(ids, c, temperature=0.0)) for c in (clips, blank))
+    prompt = prompts[4]
+    blank = Prompt(prompt.ids, [type(clip)(np.zeros_like(clip.pixels), clip.times) for clip in prompt.clips])
+    seen, unseen = (client.generate(**request(shown, temperature=0.0)) for shown in (prompt, blank))
     assert abs(seen.logprobs[0] - unseen.logprobs[0]) > 1e-3
 
 
 def test_a_turn_ends_with_its_stop_token_and_returns_it(client, prompts):
-    long = client.generate(**request(*prompts[1], temperature=0.0))
+    long = client.generate(**request(prompts[1], temperature=0.0))
     stop = long.ids[5]
-    short = client.generate(**request(*prompts[1], temperature=0.0, stop=(stop,)))
+    short = client.generate(**request(prompts[1], temperature=0.0, stop=(stop,)))
     assert (short.finish, short.ids) == ("stop", long.ids[: long.ids.index(stop) + 1])
     assert (long.finish, len(long.ids)) == ("length", 24)
 
 
 def test_drift_and_requests_that_the_server_refuses_are_errors_at_once(client, renderer, prompts):
-    ids, clips = prompts[1]
-    short = list(ids)
+    short = list(prompts[1].ids)
     short.remove(renderer.image_pad)
     with pytest.raises(ContractError, match="differ from position"):
-        client.generate(**request(short, clips))
+        client.generate(**request(Prompt(short, prompts[1].clips)))
     with pytest.raises(EngineError, match="refuses"):
-        client.generate(**request(ids, clips, max_new_tokens=10**6))
+        client.generate(**request(prompts[1], max_new_tokens=10**6))
 
 
 def test_new_weights_serve_the_next_sample_pixels_included(client, model, renderer, prompts, checkpoint, other):
@@ -110,7 +113,7 @@ def test_new_weights_serve_the_next_sample_pixels_included(client, model, render
     there = tiny.plain(other)
     client.update_weights(other, 1)
     check_rows(client, there, renderer, prompts)
-    assert client.generate(**request(*prompts[2])).version == 1
+    assert client.generate(**request(prompts[2])).version == 1
     client.update_weights(checkpoint, 2)
     check_rows(client, model, renderer, prompts)
 
@@ -138,9 +141,10 @@ def test_a_server_that_is_killed_amid_a_rollout_costs_no_episode(checkpoint, ren
     assert not any(e.error for e in episodes)
     for episode in episodes:
         main = episode.main
-        expected = tiny.plain_logprobs(there, renderer.never_sampled, main.ids, main.clips)
-        sampled = torch.tensor(main.mask[1:], dtype=torch.bool)
-        assert torch.allclose(torch.tensor(main.logprobs[1:])[sampled], expected[sampled], atol=1e-4, rtol=0)
+        expected = tiny.plain_logprobs(there, renderer.never_sampled, main.all_ids, main.clips)
+        expected = expected[len(main.prompt.ids) - 1 :]
+        sampled = torch.tensor(main.mask, dtype=torch.bool)
+        assert torch.allclose(torch.tensor(main.logprobs)[sampled], expected[sampled], atol=1e-4, rtol=0)
         assert {v for v, m in zip(main.versions, main.mask) if m} == {6}
 
 
@@ -172,7 +176,7 @@ def test_an_exported_qwen25_vl_serves_what_plain_transformers_says(tmp_path):
     )  # a server enlarges smaller images; prompts_of shows four tokens
     export(policy, tmp_path / "out", contract)
     renderer = tiny.renderer(tmp_path / "out")
-    rows = prompts_of(renderer)
+    rows = [Prompt(*made) for made in prompts_of(renderer)]
     client = serve(tmp_path / "out", renderer)
     try:
         check_rows(client, tiny.plain(stock), renderer, rows, temperatures=(0.0, 1.0))

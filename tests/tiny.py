@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, PreTrainedModel
 
+from episode import NO_PROMPT, Prompt, Trajectory
 from runtime.distributed import init_distributed, rank, world_size
 from runtime.engine import Sample
 from runtime.packing import Bundle
@@ -204,9 +205,21 @@ def bundle(
         if mask and not start.ids:
             mask[0] = 0
         masks.append(mask)
-    frames = [clip for p in (start, *ends) for clip in p.clips]
-    rows = [Piece(start.ids + end.ids, start.clips + end.clips) for end in ends]
-    return Bundle(start.ids, [end.ids for end in ends], masks, frames), rows
+    prompt = Prompt(start.ids, start.clips)
+    rows = [Trajectory(prompt, end.ids, mask, call_clips=end.clips) for end, mask in zip(ends, masks)]
+    return Bundle(prompt, rows), [Piece(start.ids + end.ids, start.clips + end.clips) for end in ends]
+
+
+def text_bundle(prompt: list[int], *rows: list[int]) -> Bundle:
+    """Make a bundle without images whose rows are all targets."""
+    shared = Prompt(prompt, [])
+    return Bundle(shared, [Trajectory(shared, row, [1] * len(row)) for row in rows])
+
+
+def alone(ids: list[int], mask: list[int], clips: Sequence[Clip] = ()) -> Bundle:
+    """Make a bundle of one row that continues an empty prompt."""
+    row = Trajectory(NO_PROMPT, ids, mask, call_clips=list(clips))
+    return Bundle(NO_PROMPT, [row])
 
 
 def random_bundles(seed: int, images: bool = True, cell: int = 32) -> tuple[list[Bundle], list[list[Piece]]]:
@@ -265,14 +278,14 @@ def plain_scores(model, bundles, rows_of, temperature: float = 1.0, banned=NEVER
     allowed = [token for token in range(VOCABULARY) if token not in banned]
     logprobs, entropies = [torch.zeros(0)], [torch.zeros(0)]
     for b, rows in zip(bundles, rows_of):
-        for suffix, mask, row in zip(b.suffixes, b.masks, rows):
-            wanted = [j for j, m in enumerate(mask) if m]
+        for target, row in zip(b.rows, rows):
+            wanted = [j for j, m in enumerate(target.mask) if m]
             if not wanted:
                 continue
             logits = model(**plain_inputs(model, row.ids, row.clips)).logits[0]
-            before = [len(b.prompt) + j - 1 for j in wanted]
+            before = [len(b.prompt.ids) + j - 1 for j in wanted]
             log = torch.log_softmax(logits[before][:, allowed] / temperature, -1)
-            logprobs.append(log[range(len(wanted)), [allowed.index(suffix[j]) for j in wanted]])
+            logprobs.append(log[range(len(wanted)), [allowed.index(target.ids[j]) for j in wanted]])
             entropies.append(-(log.exp() * log).sum(-1))
     return torch.cat(logprobs), torch.cat(entropies)
 
