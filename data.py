@@ -1,6 +1,6 @@
 """data.py: read rows. An RL row becomes a Task, an SFT row a Dialogue.
 
-An RL row, and what parse_task(row, origin, root) makes of it. rollout.render_prompt shows it with K frames (draw_k):
+An RL row, and what parse_task(row, origin, root) makes of it. rollout.render_prompt shows it with K frames:
 
     {"prompt": [{"role": "user", "content": "<video>Which?\\nA. red\\nB. blue"}], "videos": [{"video": "a.mp4"}],
      "extra_info": {"id": "a1", "question_type": "mcq", "answer": "(b)", "options": ["red", "blue"]}}
@@ -31,7 +31,6 @@ Deliberately missing: prompts. A row's system prompt is dropped, because SFT, RL
 """
 
 import functools
-import hashlib
 import itertools
 import logging
 import math
@@ -249,16 +248,6 @@ def _read_kind(question_type: str) -> str | None:
         counts_as = "mcq if the row has options, otherwise as open-ended"
         log.warning("question_type = %r: unknown, so such a question counts as %s", question_type, counts_as)
     return kind
-
-
-# ------------------------------------------------------------------------------------------------ nFrames gating
-
-
-def draw_k(task_id: str, epoch: int, choices: Sequence[int], seed: int = 0) -> int:
-    """Draw K from a hash, so that all processes, and all episodes of the task's group, get the same K."""
-    # K ~ Uniform(choices)
-    digest = hashlib.sha256(f"{seed}/{epoch}/{task_id}".encode()).digest()
-    return choices[int.from_bytes(digest[:8], "big") % len(choices)]
 
 
 # ------------------------------------------------------------------------------------------------ SFT rows

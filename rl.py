@@ -17,6 +17,7 @@ Deliberately missing: batches that are more than one update old, elastic trainin
 """
 
 import contextlib
+import hashlib
 import math
 import threading
 import time
@@ -31,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data import draw_k, parse_task
+from data import parse_task
 from episode import Group, Task, Trajectory, keep_episodes
 from grpo import GRPOConfig, TrainGroup, accumulate, assign_advantages, make_train_groups
 from metrics import add_format_metrics, describe
@@ -299,6 +300,13 @@ class Sampler:
         self.stopped.set()
         for executor in (self.thread, self.decoding):  # do not wait: a tool or a decoder may never return
             executor.shutdown(wait=False, cancel_futures=True)
+
+
+def draw_k(task_id: str, epoch: int, choices: Sequence[int], seed: int = 0) -> int:
+    """Draw K from a hash, so that all processes, and all episodes of the task's group, get the same K."""
+    # K ~ Uniform(choices)
+    digest = hashlib.sha256(f"{seed}/{epoch}/{task_id}".encode()).digest()
+    return choices[int.from_bytes(digest[:8], "big") % len(choices)]
 
 
 @contextlib.contextmanager

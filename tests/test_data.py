@@ -18,10 +18,10 @@ from PIL import Image
 from scripted import Scripted, check_rows_of_a_rollout
 from scripts import REPO
 
-from data import Media, draw_k, parse_dialogue, parse_task
+from data import Media, parse_dialogue, parse_task
 from episode import Task
 from grpo import GRPOConfig
-from rl import RLConfig, Sampler
+from rl import RLConfig, Sampler, draw_k
 from rl import count_tokens as count_prompt
 from rollout import AgentContext, RolloutConfig, ask_subagent, overview
 from runtime import config, dataset
