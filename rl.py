@@ -65,6 +65,7 @@ from runtime.script import Script, command_line, open_run, run_training
 from runtime.servers import IMAGE_BYTES
 from runtime.video import VideoError, Videos
 from runtime.weights import WeightSync, snapshot_folders
+from tools import schemas_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +116,6 @@ class RLConfig(RunConfig):
     @property
     def choices_of_k(self) -> tuple[int, ...]:
         return self.gating or (self.visual.overview_frames,)
-
-    @property
-    def schemas(self) -> dict[str, dict]:
-        return self.rollout.schemas
 
 
 SHOWN = (
@@ -445,7 +442,7 @@ def count_tokens(task: Task, cfg: RLConfig, renderer: Renderer, videos: Videos) 
     return len(render_prompt(task, max(cfg.choices_of_k), AgentContext(None, renderer, videos, cfg.rollout)).ids)
 
 
-SCRIPT = Script(main, parse_task, count_tokens, require_hardware)
+SCRIPT = Script(main, parse_task, count_tokens, require_hardware, lambda cfg: schemas_of(cfg.rollout.tools))
 
 if __name__ == "__main__":
     run_training(SCRIPT, *command_line(RLConfig, __doc__))

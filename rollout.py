@@ -105,10 +105,6 @@ class RolloutConfig(EngineConfig):
             return self.max_turns * self.max_calls, 1
         return self.max_turns, self.max_calls
 
-    @property
-    def schemas(self) -> dict[str, dict]:
-        return schemas_of(self.tools) if self.dispatch != "none" else {}
-
 
 @dataclass(frozen=True)
 class AgentContext:
@@ -144,7 +140,8 @@ def render_prompt(task: Task, k: int, context: AgentContext) -> Rendered:
     messages = renderer.prompts.main_messages(
         task.question, task.videos, clips, renderer.contract, with_tools, cfg.tool_return
     )
-    return renderer.render(messages, list(cfg.schemas.values()) or None, generate=True)
+    schemas = list(schemas_of(cfg.tools).values()) if with_tools else None
+    return renderer.render(messages, schemas, generate=True)
 
 
 def overview(task: Task, k: int, videos: Videos, contract: VisualContract) -> list[Clip]:

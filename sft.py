@@ -66,10 +66,6 @@ class SFTConfig(RunConfig):
             advice = suggest(min(unknown), TOKEN_KINDS)
             raise ValueError(f"kind_weights = {sorted(unknown)}: not kinds of token; {advice}")
 
-    @property
-    def schemas(self) -> dict[str, dict]:
-        return schemas_of(self.tools)
-
 
 def plan_sft(cfg: SFTConfig) -> list[Plan]:
     """Plan the memory of a full micro-batch."""
@@ -188,7 +184,7 @@ def batch_loss(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
 def encode_row(dialogue: Dialogue, cfg: SFTConfig, renderer: Renderer, videos: Videos) -> Bundle:
     """Return the dialogue's bundle, or raise RowError if it cannot be used."""
     with row_errors():
-        bundle = encode_dialogue(dialogue, videos, renderer, list(cfg.schemas.values()))
+        bundle = encode_dialogue(dialogue, videos, renderer, list(schemas_of(cfg.tools).values()))
     if len(bundle) > cfg.pack_tokens:
         raise RowError(f"{len(bundle)} tokens, more than pack_tokens = {cfg.pack_tokens}")
     return bundle
@@ -355,7 +351,7 @@ def token_kind(kinds: list[str]) -> str:
 # ------------------------------------------------------------------------------------------------ the script
 
 require_hardware = partial(require_memory, plans=plan_sft)
-SCRIPT = Script(main, parse_dialogue, count_tokens, require_hardware, list_oddities)
+SCRIPT = Script(main, parse_dialogue, count_tokens, require_hardware, lambda cfg: schemas_of(cfg.tools), list_oddities)
 
 if __name__ == "__main__":
     run_training(SCRIPT, *command_line(SFTConfig, __doc__))
