@@ -39,7 +39,7 @@ from metrics import add_format_metrics, describe
 from rewards import RewardConfig, assign_rewards
 from rollout import AgentContext, RolloutConfig, overview, render_prompt, rollout
 from runtime.api import Judge
-from runtime.checkpoints import load_policy
+from runtime.checkpoints import load_policy, write_weights
 from runtime.checks import require_servers
 from runtime.config import ConfigError, refuse_below_1
 from runtime.dataset import Dataset, Draw
@@ -142,7 +142,7 @@ def main(cfg: RLConfig) -> None:
             with open_sampler(cfg, source, renderer) as (sampler, sync):
                 # The engine starts with the checkpoint's weights. Servers that were already running may hold another run's.
                 if run.steps_done or cfg.rollout.urls:
-                    sync.write(policy, run.steps_done)
+                    write_weights(policy, sync.snapshot(run.steps_done))
                     sync.publish(run.steps_done)
                 train(cfg, policy, reference, sampler, sync, run)
         run.export()
@@ -187,7 +187,7 @@ def train(
         clock.lap("train")
 
         # Sync: write the new weights while the engine may still sample, and load them once it has finished.
-        sync.write(policy, step + 1)
+        write_weights(policy, sync.snapshot(step + 1))
         clock.lap("export")
         sampler.wait_until_idle()
         clock.lap("wait")
