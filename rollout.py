@@ -28,14 +28,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from episode import Call, Episode, Group, Task, Trajectory
-from runtime.calls import parse_calls
 from runtime.config import refuse_below_1
 from runtime.dataset import RowError, row_errors
 from runtime.engine import Engine, EngineConfig, EngineError, Sample, run_all
 from runtime.render import NO_REPORT, Rendered, Renderer
 from runtime.video import Clip, VideoError, Videos
 from runtime.visual import ContractError, VisualContract
-from tools import ClipForSubagent, ToolError, refuse_unknown_tools, run_tool, schemas_of
+from tools import ClipForSubagent, ToolError, parse_calls, refuse_unknown_tools, run_tool, schemas_of
 
 # Texts that the main agent reads when a call did not run to its end, or when no more calls are allowed.
 GIVEN_UP = "This call took too long and was given up."

@@ -27,7 +27,6 @@ import torch
 
 from data import Dialogue, Media, parse_dialogue
 from episode import Call
-from runtime.calls import parse_calls
 from runtime.checkpoints import load_policy
 from runtime.config import refuse_below_1, suggest
 from runtime.dataset import DataConfig, DataError, Dataset, RowError, row_errors
@@ -39,7 +38,7 @@ from runtime.render import TAG, Renderer
 from runtime.run import OptimConfig, Run, RunConfig, make_optimizer, optimizer_step, require_memory, utilisation
 from runtime.script import Script, command_line, open_run, run_training
 from runtime.video import Videos
-from tools import refuse_unknown_tools, schemas_of
+from tools import parse_calls, refuse_unknown_tools, schemas_of
 
 
 @dataclass(frozen=True, kw_only=True)

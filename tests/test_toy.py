@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from data import parse_dialogue, parse_task
-from runtime.calls import parse_calls
 from runtime.dataset import Rows
 from runtime.render import END_OF_TURN
 from study import toy
+from tools import parse_calls
 
 
 def flashes(count, seed=0):
