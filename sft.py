@@ -4,7 +4,7 @@
     python sft.py configs/toy_sft.yaml                                     # the same code on a CPU
     python sft.py configs/sft_8b.yaml --dry-run                            # config, data and memory plan; loads no weights
 
-It reads rows (data.py shows their forms) and writes RUN/metrics.jsonl, RUN/state/ (to resume from) and RUN/model/
+It reads rows (dialogues.py shows their forms) and writes RUN/metrics.jsonl, RUN/state/ (to resume from) and RUN/model/
 (Hugging Face format). A step reads `batch_rows` rows in total. Each rank packs its share into micro-batches of at most
 `pack_tokens` tokens. The loss of a step is a weighted mean over the target tokens of all ranks,
 
@@ -25,7 +25,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from data import Dialogue, Media, parse_dialogue
+from dialogues import Dialogue, Media, parse_dialogue
 from episode import Call
 from runtime.checkpoints import load_policy
 from runtime.config import refuse_below_1, suggest

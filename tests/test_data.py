@@ -18,7 +18,8 @@ from PIL import Image
 from scripted import Scripted, check_rows_of_a_rollout
 from scripts import REPO
 
-from data import Media, parse_dialogue, parse_task
+from data import parse_task
+from dialogues import Media, parse_dialogue
 from episode import Task
 from grpo import GRPOConfig
 from rl import RLConfig, Sampler, draw_k

@@ -209,7 +209,8 @@ def test_a_reward_is_a_weighted_part_and_logged_by_its_name(fork):
 
 
 def the_printed_rows_are_read(rl: dict, sft: dict) -> None:
-    from data import parse_dialogue, parse_task
+    from data import parse_task
+    from dialogues import parse_dialogue
 
     task = parse_task(rl, "rl:0", Path("toy_data"))
     assert (task.kind, task.answer, task.options) == ("mcq", "A", ("red", "blue"))

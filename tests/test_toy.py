@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import parse_dialogue, parse_task
+from data import parse_task
+from dialogues import parse_dialogue
 from runtime.dataset import Rows
 from runtime.render import END_OF_TURN
 from study import toy
