@@ -13,7 +13,7 @@ Published rows write the same turns in several ways. A Dialogue has the form tha
 
     tool results   `tool` messages, or <tool_response> blocks in a user message -> one `tool` turn each, without white
                    space around the report
-    media          parts of a message, or `videos` and `images` columns with a <video> or <image> for each -> Media
+    media          parts of a message -> Media; docs/add_a_dataset.md moves media of columns into the messages
     thoughts       with or without a line break after `<think>` -> with one
     agent          the optional column `agent`: main, direct or sub; with `request` and `system`, a sub-agent's prompts
 
@@ -79,11 +79,11 @@ class Dialogue:
 
 def parse_dialogue(row: dict, origin: str, root: Path) -> Dialogue:
     """Return a row's dialogue."""
-    # Read each message as texts and media. Media of columns take the places that the messages leave for them.
+    # Read each message as texts and media.
     contents = []
     for message in read_messages(row, "messages", "an SFT row"):
         contents.append((message.get("role"), _read_parts(message, root)))
-    contents = _place_media(contents, row, root)
+    _refuse_media_elsewhere(contents, row, root)
 
     # Write the turns as a rollout would.
     turns = []
@@ -163,53 +163,23 @@ def _read_part(part: dict, root: Path) -> str | Media:
     return Media(path, nframes, start, end, still=keys[0].startswith("image"))
 
 
-def _place_media(contents: list[tuple[str, list]], row: dict, root: Path) -> list[tuple[str, list]]:
-    """Put media from columns where the messages show them. In the layout of ms-swift and LLaMA-Factory, each `<video>` of a
-    user or tool turn is the next entry of `videos`, and each `<image>` of `images`. Refuse media that no message shows."""
+def _refuse_media_elsewhere(contents: list[tuple[str, list]], row: dict, root: Path) -> None:
+    """Refuse a row that names media which its messages do not show. A column may repeat what they show, and with media in the
+    messages a placeholder is only text."""
+    rule = "SFT shows only media that are parts of messages; docs/add_a_dataset.md converts such rows"
     refuse_columns(row, ("objects", "audios"), "SFT shows only videos and images")
-    media = {"<video>": _read_column("video", row, root), "<image>": _read_column("image", row, root)}
-
-    # If the messages have their media, a placeholder is only text.
     shown = [part.path for _, parts in contents for part in parts if isinstance(part, Media)]
-    if shown:
-        for entry in [*media["<video>"], *media["<image>"]]:
-            if entry.path not in shown:
-                raise RowError(f"{entry.path}: in a column of the row, but no message shows it; add it to a message")
-        return contents
-
-    # Otherwise all parts are texts, and each placeholder in them needs its entry.
-    asked = "\n".join(part for role, parts in contents if role in ("user", "tool") for part in parts)
-    for placeholder, entries in media.items():
-        count = asked.count(placeholder)
-        if count != len(entries):
-            column = placeholder.strip("<>") + "s"
-            raise RowError(
-                f"{count} {placeholder} in user and tool turns, but `{column}` names {len(entries)}: "
-                f"write one {placeholder} for each"
-            )
-
-    # Replace the placeholders in order.
-    placed = []
-    for role, parts in contents:
-        if role not in ("user", "tool"):
-            placed.append((role, parts))
-            continue
-        pieces: list[str | Media] = []
-        for text in parts:
-            for piece in re.split("(<video>|<image>)", text):
-                pieces.append(media[piece].pop(0) if piece in media else piece)  # the next entry of its column
-        placed.append((role, pieces))
-    return placed
-
-
-def _read_column(kind: str, row: dict, root: Path) -> list[Media]:
-    """Read the videos or images of a row that stand beside its messages: one path, or a list of paths."""
-    entries = row.get(f"{kind}s") or row.get(kind) or []
-    if isinstance(entries, str):
-        entries = [entries]
-    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
-        raise RowError(f"`{kind}s` = {entries!r}: must be a list of paths")
-    return [_read_part({kind: entry}, root) for entry in entries]
+    for column in ("videos", "images", "video", "image"):
+        entries = row.get(column) or []
+        if not isinstance(entries, list):
+            entries = [entries]
+        for entry in entries:
+            if not isinstance(entry, str) or read_paths([entry], root)[0] not in shown:
+                raise RowError(f"`{column}` names {entry!r}: {rule}")
+    asked = [part for role, parts in contents for part in parts if role in ("user", "tool")]
+    for placeholder in ("<video>", "<image>"):
+        if not shown and any(placeholder in part for part in asked):
+            raise RowError(f"{placeholder} in a text: {rule}")
 
 
 # ------------------------------------------------------------------------------------------------ turns
