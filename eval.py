@@ -60,6 +60,7 @@ from runtime.script import (
 )
 from runtime.video import Videos
 from runtime.visual import VisualContract, read_json
+from tools import schemas_of
 
 # By default, one SGLang server per GPU of this machine. Without SGLang, the model runs in this process.
 # They are counted at import, because config.yaml records them as the default of `rollout.server_gpus`.
@@ -361,7 +362,7 @@ def open_model(cfg: EvalConfig) -> tuple[Path, Renderer]:
     # An API needs only the tokenizer.
     folder, renderer = open_checkpoint(cfg.checkpoint, cfg.visual, cfg.prompts, weights=not cfg.api.url)
     try:
-        refuse_template(folder, renderer, cfg.rollout.schemas)
+        refuse_template(folder, renderer, schemas_of(cfg.rollout.tools))
     except ConfigError as error:
         if cfg.agentic:
             raise

@@ -17,6 +17,7 @@ Deliberately missing: batches that are more than one update old, elastic trainin
 """
 
 import contextlib
+import hashlib
 import math
 import threading
 import time
@@ -30,14 +31,14 @@ from typing import Literal
 import numpy as np
 import torch
 
-from data import draw_k, parse_task
+from data import parse_task
 from episode import Group, Task, Trajectory, keep_episodes
 from grpo import GRPOConfig, accumulate, assign_advantages, bundle_groups
 from metrics import add_format_metrics, describe
 from rewards import RewardConfig, assign_rewards
 from rollout import AgentContext, RolloutConfig, overview, render_prompt, rollout
 from runtime.api import Judge
-from runtime.checkpoints import load_policy
+from runtime.checkpoints import load_policy, write_weights
 from runtime.checks import require_servers
 from runtime.config import ConfigError, refuse_below_1
 from runtime.dataset import Dataset, Draw
@@ -63,6 +64,7 @@ from runtime.script import Script, command_line, open_run, run_training
 from runtime.servers import IMAGE_BYTES
 from runtime.video import VideoError, Videos
 from runtime.weights import WeightSync, snapshot_folders
+from tools import schemas_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +116,6 @@ class RLConfig(RunConfig):
     def choices_of_k(self) -> tuple[int, ...]:
         return self.gating or (self.visual.overview_frames,)
 
-    @property
-    def schemas(self) -> dict[str, dict]:
-        return self.rollout.schemas
-
 
 SHOWN = (
     "R", "R_acc", "f", "well_formed", "kappa", "call_errors/crashed", "loss", "kl", "entropy", "logprob_gap", "grad_norm",
@@ -143,7 +141,7 @@ def main(cfg: RLConfig) -> None:
             with open_sampler(cfg, source, renderer) as (sampler, sync):
                 # The engine starts with the checkpoint's weights. Servers that were already running may hold another run's.
                 if run.steps_done or cfg.rollout.urls:
-                    sync.write(policy, run.steps_done)
+                    write_weights(policy, sync.snapshot(run.steps_done))
                     sync.publish(run.steps_done)
                 train(cfg, policy, reference, sampler, sync, run)
         run.export()
@@ -188,7 +186,7 @@ def train(
         clock.lap("train")
 
         # Sync: write the new weights while the engine may still sample, and load them once it has finished.
-        sync.write(policy, step + 1)
+        write_weights(policy, sync.snapshot(step + 1))
         clock.lap("export")
         sampler.wait_until_idle()
         clock.lap("wait")
@@ -296,6 +294,13 @@ class Sampler:
         self.stopped.set()
         for executor in (self.thread, self.decoding):  # do not wait: a tool or a decoder may never return
             executor.shutdown(wait=False, cancel_futures=True)
+
+
+def draw_k(task_id: str, epoch: int, choices: Sequence[int], seed: int = 0) -> int:
+    """Draw K from a hash, so that all processes, and all episodes of the task's group, get the same K."""
+    # K ~ Uniform(choices)
+    digest = hashlib.sha256(f"{seed}/{epoch}/{task_id}".encode()).digest()
+    return choices[int.from_bytes(digest[:8], "big") % len(choices)]
 
 
 @contextlib.contextmanager
@@ -426,7 +431,7 @@ def count_tokens(task: Task, cfg: RLConfig, renderer: Renderer, videos: Videos) 
     return len(render_prompt(task, max(cfg.choices_of_k), AgentContext(None, renderer, videos, cfg.rollout)).ids)
 
 
-SCRIPT = Script(main, parse_task, count_tokens, require_hardware)
+SCRIPT = Script(main, parse_task, count_tokens, require_hardware, lambda cfg: schemas_of(cfg.rollout.tools))
 
 if __name__ == "__main__":
     run_training(SCRIPT, *command_line(RLConfig, __doc__))

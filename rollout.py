@@ -29,14 +29,13 @@ from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 from episode import NO_PROMPT, Call, Episode, Group, Prompt, Task, Trajectory
-from runtime.calls import parse_calls
 from runtime.config import refuse_below_1
 from runtime.dataset import RowError, row_errors
 from runtime.engine import Engine, EngineConfig, EngineError, Sample, run_all
 from runtime.render import NO_REPORT, Rendered, Renderer
 from runtime.video import Clip, VideoError, Videos
 from runtime.visual import ContractError, VisualContract
-from tools import ClipForSubagent, ToolError, refuse_unknown_tools, run_tool, schemas_of
+from tools import ClipForSubagent, ToolError, parse_calls, refuse_unknown_tools, run_tool, schemas_of
 
 # Texts that the main agent reads when a call did not run to its end, or when no more calls are allowed.
 GIVEN_UP = "This call took too long and was given up."
@@ -106,10 +105,6 @@ class RolloutConfig(EngineConfig):
             return self.max_turns * self.max_calls, 1
         return self.max_turns, self.max_calls
 
-    @property
-    def schemas(self) -> dict[str, dict]:
-        return schemas_of(self.tools) if self.dispatch != "none" else {}
-
 
 @dataclass(frozen=True)
 class AgentContext:
@@ -149,7 +144,8 @@ def render_prompt(task: Task, k: int, context: AgentContext) -> Prompt:
     messages = renderer.prompts.main_messages(
         task.question, task.videos, clips, renderer.contract, with_tools, cfg.tool_return
     )
-    rendered = renderer.render(messages, list(cfg.schemas.values()) or None, generate=True)
+    schemas = list(schemas_of(cfg.tools).values()) if with_tools else None
+    rendered = renderer.render(messages, schemas, generate=True)
     return Prompt(rendered.ids, rendered.clips)
 
 

@@ -4,7 +4,7 @@
     python sft.py configs/toy_sft.yaml                                     # the same code on a CPU
     python sft.py configs/sft_8b.yaml --dry-run                            # config, data and memory plan; loads no weights
 
-It reads rows (data.py shows their forms) and writes RUN/metrics.jsonl, RUN/state/ (to resume from) and RUN/model/
+It reads rows (dialogues.py shows their forms) and writes RUN/metrics.jsonl, RUN/state/ (to resume from) and RUN/model/
 (Hugging Face format). A step reads `batch_rows` rows in total. Each rank packs its share into micro-batches of at most
 `pack_tokens` tokens. The loss of a step is a weighted mean over the target tokens of all ranks,
 
@@ -26,9 +26,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from data import Dialogue, Media, parse_dialogue
+from dialogues import Dialogue, Media, parse_dialogue
 from episode import Call, Prompt, Trajectory
-from runtime.calls import parse_calls
 from runtime.checkpoints import load_policy
 from runtime.config import refuse_below_1, suggest
 from runtime.dataset import DataConfig, DataError, Dataset, RowError, row_errors
@@ -40,7 +39,7 @@ from runtime.render import TAG, Renderer
 from runtime.run import OptimConfig, Run, RunConfig, make_optimizer, optimizer_step, require_memory, utilisation
 from runtime.script import Script, command_line, open_run, run_training
 from runtime.video import Videos
-from tools import refuse_unknown_tools, schemas_of
+from tools import parse_calls, refuse_unknown_tools, schemas_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +65,6 @@ class SFTConfig(RunConfig):
         if unknown := set(self.kind_weights) - set(TOKEN_KINDS):
             advice = suggest(min(unknown), TOKEN_KINDS)
             raise ValueError(f"kind_weights = {sorted(unknown)}: not kinds of token; {advice}")
-
-    @property
-    def schemas(self) -> dict[str, dict]:
-        return schemas_of(self.tools)
 
 
 def plan_sft(cfg: SFTConfig) -> list[Plan]:
@@ -191,7 +186,7 @@ def batch_loss(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
 def encode_row(dialogue: Dialogue, cfg: SFTConfig, renderer: Renderer, videos: Videos) -> Trajectory:
     """Return the dialogue's row, or raise RowError if it cannot be used."""
     with row_errors():
-        row = encode_dialogue(dialogue, videos, renderer, list(cfg.schemas.values()))
+        row = encode_dialogue(dialogue, videos, renderer, list(schemas_of(cfg.tools).values()))
     if len(row.ids) > cfg.pack_tokens:
         raise RowError(f"{len(row.ids)} tokens, more than pack_tokens = {cfg.pack_tokens}")
     return row
@@ -361,7 +356,7 @@ def token_kind(kinds: list[str]) -> str:
 # ------------------------------------------------------------------------------------------------ the script
 
 require_hardware = partial(require_memory, plans=plan_sft)
-SCRIPT = Script(main, parse_dialogue, count_tokens, require_hardware, list_oddities)
+SCRIPT = Script(main, parse_dialogue, count_tokens, require_hardware, lambda cfg: schemas_of(cfg.tools), list_oddities)
 
 if __name__ == "__main__":
     run_training(SCRIPT, *command_line(SFTConfig, __doc__))

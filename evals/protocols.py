@@ -42,14 +42,13 @@ from rollout import (
     sample_turn,
 )
 from runtime.answers import ANSWER, LETTERS, final_answer, last_answer, parse_span, unboxed
-from runtime.calls import MAX_DEPTH, is_deeper, parse_calls
 from runtime.config import read_tree
 from runtime.engine import EngineError
 from runtime.prompts import Live
 from runtime.render import clock
 from runtime.video import Clip, VideoError, VideoInfo, uniform_indices
 from runtime.visual import ContractError
-from tools import ToolError, read_number, run_tool
+from tools import MAX_DEPTH, ToolError, is_deeper, parse_calls, read_number, run_tool
 
 Protocol = Literal[
     "agent", "direct", "think", "video_r1", "videochat_r1", "time_r1", "rewatch_r1",

@@ -1,7 +1,7 @@
 """dataset.py: read the rows of every dataset as a stream of tasks or dialogues.
 
-    Dataset(cfg, data.parse_dialogue).batch(step, size)    # SFT rows -> Draws whose `item` is a Dialogue
-    Dataset(cfg, data.parse_task).batch(step, size)        # RL rows -> Draws whose `item` is a Task
+    Dataset(cfg, dialogues.parse_dialogue).batch(step, size)    # SFT rows -> Draws whose `item` is a Dialogue
+    Dataset(cfg, data.parse_task).batch(step, size)             # RL rows -> Draws whose `item` is a Task
 
 A batch is a pure function of (seed, step), so a run resumes at its step number. Any number of ranks share the same batch:
 each takes its slice. A row is bad if reading, parsing or encoding it raises any exception (`row_errors`). A bad row is

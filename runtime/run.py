@@ -149,11 +149,6 @@ class RunConfig:
         return False
 
     @property
-    def schemas(self) -> dict[str, dict]:
-        """The schemas of the tools that the prompt offers, by the tools' names."""
-        return {}
-
-    @property
     def workers(self) -> int:
         """Decoder processes per rank on this machine."""
         return max(1, min(self.decoders, (os.cpu_count() or 1) // local_size()))

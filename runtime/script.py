@@ -180,6 +180,7 @@ class Script:
     parse: Callable[[dict, str, Path], Any]  # (row, its name, where relative paths start) -> a Task or a Dialogue
     count_tokens: Callable[[Any, RunConfig, Renderer, Videos], int]  # encodes a parsed row
     require_hardware: Callable[[RunConfig, bool], None]  # (cfg, dry): shows the memory plan; refuses what does not fit
+    schemas: Callable[[Any], dict[str, dict]]  # of the tools that the prompt offers, by their names
     list_oddities: Callable[[Any], list[str]] = lambda item: []  # of a parsed row; --check-data counts them
 
 
@@ -200,7 +201,7 @@ def dry_run(cfg: RunConfig, script: Script) -> None:
     if on_the_hub(cfg.policy.checkpoint):
         note_not_looked_up(cfg.policy.checkpoint)
     else:
-        source, _ = open_start(cfg)
+        source, _ = open_start(cfg, script)
         passed(f"checkpoint: {source}", dry=True)
 
 
@@ -209,7 +210,7 @@ def open_run(cfg: RunConfig, script: Script) -> Iterator[tuple[Path, Renderer]]:
     """Check everything that a training run needs, then lock its folder. Yield the checkpoint's folder and its renderer.
     All ranks check, and the first one reports."""
     require_ready(cfg, script, dry=False)
-    source, renderer = open_start(cfg)
+    source, renderer = open_start(cfg, script)
     with contextlib.ExitStack() as held:
         if rank() == 0:
             held.enter_context(only_run_in(Path(cfg.run)))
@@ -231,14 +232,14 @@ def require_ready(cfg: RunConfig, script: Script, dry: bool) -> None:
     passed(f"data: {Dataset(cfg.data, script.parse).total} rows", dry)
 
 
-def open_start(cfg: RunConfig) -> tuple[Path, Renderer]:
+def open_start(cfg: RunConfig, script: Script) -> tuple[Path, Renderer]:
     """Open the checkpoint that a run starts from. Refuse to resume from other weights than the run began with: reference and
     frozen tower would be new, and the text model old."""
     source, renderer = open_checkpoint(cfg.policy.checkpoint, cfg.visual, cfg.prompts)
     refuse_quantized(source)
     if saved_step(Path(cfg.run) / "state"):
         refuse_other_weights(Path(cfg.run), source, f"policy.checkpoint = {cfg.policy.checkpoint!r}")
-    refuse_template(source, renderer, cfg.schemas)
+    refuse_template(source, renderer, script.schemas(cfg))
     return source, renderer
 
 

@@ -2,8 +2,8 @@
 
     with snapshot_folders(run, source) as (snapshots, frames):
         sync = WeightSync(snapshots, engine, cfg.rollout)
-        sync.write(policy, version)     # all ranks write SNAPSHOTS/weights-{version}; the engine may still sample
-        sync.publish(version)           # the engine loads it; every later sample carries the version
+        write_weights(policy, sync.snapshot(version))    # all ranks write a part of it; the engine may still sample
+        sync.publish(version)                            # the engine loads it; every later sample carries the version
 
 All engines get their weights this way: the servers of each node, and the engine in this process. Snapshots are in memory on one
 node if it has room, and otherwise in the run's folder, which all nodes share.
@@ -17,10 +17,9 @@ from pathlib import Path
 
 import torch
 
-from runtime.checkpoints import weight_files, write_weights
+from runtime.checkpoints import weight_files
 from runtime.distributed import barrier, gather, local_rank, local_size, own_device, rank, world_size
 from runtime.engine import Engine, EngineConfig
-from runtime.policy import Policy
 from runtime.processes import MEMORY
 
 
@@ -34,27 +33,23 @@ class WeightSync:
         # The first rank of a node updates the servers that its ranks share. An in-process engine loads its own weights.
         self.pushes = local_rank() == 0 or not rollout.uses_servers
 
-    def write(self, policy: Policy, version: int) -> None:
-        """Write a snapshot: safetensors, which is all that an engine reads. Each rank writes a part of it, while the engine may
-        still sample."""
-        write_weights(policy, self._snapshot(version))
+    def snapshot(self, version: int) -> Path:
+        """Return the folder of a snapshot: safetensors, which is all that an engine reads."""
+        return self.folder / f"weights-{version}"
 
     def publish(self, version: int) -> None:
         """Make the engine load a snapshot, and remove the one before. No rank may sample meanwhile."""
         if own_device().index in self.server_gpus:
             torch.cuda.empty_cache()  # the server on this GPU needs the memory that torch's allocator caches
         if self.pushes:
-            self.engine.update_weights(self._snapshot(version), version)
+            self.engine.update_weights(self.snapshot(version), version)
             barrier()  # the shared servers have the new weights
         else:
             barrier()  # wait for the rank that loads the servers
-            self.engine.update_weights(self._snapshot(version), version, push=False)
+            self.engine.update_weights(self.snapshot(version), version, push=False)
         barrier()  # no rank reads an older snapshot any more
         if rank() == 0:
-            shutil.rmtree(self._snapshot(version - 1), ignore_errors=True)
-
-    def _snapshot(self, version: int) -> Path:
-        return self.folder / f"weights-{version}"
+            shutil.rmtree(self.snapshot(version - 1), ignore_errors=True)
 
 
 def run_memory(run: Path) -> Path:

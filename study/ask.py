@@ -27,7 +27,7 @@ from runtime.prompts import Prompts
 from runtime.render import Renderer
 from runtime.script import expandable_segments, open_checkpoint
 from runtime.video import Clip, VideoError, Videos
-from tools import TOOLS
+from tools import TOOLS, schemas_of
 
 WIDTH = 40  # characters of the timeline
 
@@ -80,7 +80,7 @@ def open_context(model: str, prompts: Path | None, videos: Videos, cfg: RolloutC
     if prompts:  # also other ones than the checkpoint was trained with
         texts = config.build(Prompts, config.read_tree(prompts), "")
         renderer = Renderer(renderer.tokenizer, renderer.contract, texts)
-    refuse_template(source, renderer, cfg.schemas)
+    refuse_template(source, renderer, schemas_of(cfg.tools))
     return AgentContext(open_engine(source, renderer, cfg), renderer, videos, cfg)
 
 

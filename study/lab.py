@@ -19,9 +19,9 @@ from rl import RLConfig
 from runtime import config
 from runtime.answers import LETTERS, parse_span
 from runtime.api import Judge, JudgeError
-from runtime.calls import parse_calls
 from runtime.config import ConfigError
 from runtime.render import END_OF_TURN
+from tools import parse_calls
 
 
 class Characters:

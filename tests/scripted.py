@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from tiny import noise
 
-from data import parse_dialogue
+from dialogues import parse_dialogue
 from episode import Episode, Group, Prompt, Task, Trajectory, episodes_of
 from rewards import assign_rewards
 from rollout import AgentContext, RolloutConfig, rollout

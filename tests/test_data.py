@@ -18,10 +18,11 @@ from PIL import Image
 from scripted import Scripted, check_rows_of_a_rollout
 from scripts import REPO
 
-from data import Media, draw_k, parse_dialogue, parse_task
+from data import parse_task
+from dialogues import Media, parse_dialogue
 from episode import Task
 from grpo import GRPOConfig
-from rl import RLConfig, Sampler
+from rl import RLConfig, Sampler, draw_k
 from rl import count_tokens as count_prompt
 from rollout import AgentContext, RolloutConfig, ask_subagent, overview
 from runtime import config, dataset
@@ -195,50 +196,24 @@ def test_a_malformed_row_says_what_is_wrong(messages, says):
         parse(messages)
 
 
-def test_media_in_columns_are_shown_where_the_placeholders_stand(toy_dir, tmp_path, video, encode):
-    """This is the layout of ms-swift and LLaMA-Factory."""
-    films = [video, str(toy_dir / "videos" / "train00001.mp4")]
-    (tmp_path / "near.mp4").symlink_to(films[1])
-    Image.new("RGB", (64, 64), "red").save(tmp_path / "a.png")
-    thinks = {"role": "assistant", "content": f"<think>\nI look.\n</think>\n{CALL}"}
-    said = {"role": "assistant", "content": "A <video> is no picture."}
-    report = "<tool_response>\n{}It flashed.\n</tool_response>"
-
-    def row(opening, told, later) -> list[dict]:
-        question, first, second = {"content": opening}, {"content": told}, {"content": later}
-        return [question | {"role": "user"}, thinks, first | {"role": "user"}, said, second | {"role": "tool"}, said]
-
-    by_column = row("<image><video>Which?", report.format("<video>"), "<image>Red.")
-    one, two = tmp_path / "a.png", "near.mp4"
-    shown = [[{"image": str(one)}, {"video": films[0]}, "Which?"], [report.partition("{}")[0], {"video": films[1]}, report.partition("{}")[2]], [{"image": str(one)}, "Red."]]  # fmt: skip
-    expected = encode(row(*shown))
-    learned = encode(by_column, tmp_path, videos=[f"file://{films[0]}", two], images=["a.png", str(one)])
-    assert learned.ids == expected.ids and learned.mask == expected.mask
-    assert len(learned.clips) == 4
-    for clip, same in zip(learned.clips, expected.clips):
-        assert np.array_equal(clip.pixels, same.pixels)
+def test_columns_may_repeat_the_media_that_the_messages_show(video):
+    asked = [{"role": "user", "content": [{"video": video}, "<video>Which?"]}, SAID]
+    for columns in ({"videos": [f"file://{video}"]}, {"video": video}, {"images": [], "objects": {"bbox": []}}):
+        assert parse(asked, **columns) == parse(asked)
 
 
-def test_a_column_of_one_path_and_media_named_twice_are_read(video, encode):
-    asked = [{"role": "user", "content": [{"video": video}, "Which?"]}, SAID]
-    written = [{"role": "user", "content": "<video>Which?"}, SAID]
-    alike = [
-        encode(asked),
-        encode(asked, videos=[video]),
-        encode(written, video=video),
-        encode(written, videos=[video], images=[], objects={"bbox": []}),
-    ]
-    assert all(learned.ids == alike[0].ids and len(learned.clips) == 1 for learned in alike)
+IN_MESSAGES = "SFT shows only media that are parts of messages"
 
 
 @pytest.mark.parametrize(
     "content, columns, says",
     [
-        ("<video>q", {}, "1 <video> in user and tool turns, but `videos` names 0: write one <video> for each"),
-        ("q", {"videos": [__file__]}, "0 <video> in user and tool turns, but `videos` names 1"),
-        ("<image>q", {"images": [{"bytes": "x", "path": __file__}]}, "`images` = .*: must be a list of paths"),
+        ("<video>q", {"videos": [__file__]}, f"`videos` names .*: {IN_MESSAGES}"),
+        ("q", {"image": __file__}, f"`image` names .*: {IN_MESSAGES}"),
+        ("<image>q", {"images": [{"bytes": "x", "path": __file__}]}, f"`images` names .*: {IN_MESSAGES}"),
+        ([{"video": __file__}, "q"], {"videos": [__file__, f"{REPO}/data.py"]}, f"`videos` names .*data.py': {IN_MESSAGES}"),
+        ("<video>q", {}, f"<video> in a text: {IN_MESSAGES}"),
         ("q", {"audios": ["a.wav"]}, r"`audios` = \['a.wav'\]: SFT shows only videos and images"),
-        ([{"video": __file__}, "q"], {"videos": [f"{REPO}/data.py"]}, "data.py: in a column of the row, but no message shows it"),
     ],
 )  # fmt: skip
 def test_media_that_a_training_would_not_show_are_refused(content, columns, says):

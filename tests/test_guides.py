@@ -209,13 +209,36 @@ def test_a_reward_is_a_weighted_part_and_logged_by_its_name(fork):
 
 
 def the_printed_rows_are_read(rl: dict, sft: dict) -> None:
-    from data import parse_dialogue, parse_task
+    from data import parse_task
+    from dialogues import parse_dialogue
 
     task = parse_task(rl, "rl:0", Path("toy_data"))
     assert (task.kind, task.answer, task.options) == ("mcq", "A", ("red", "blue"))
     dialogue = parse_dialogue(sft, "sft:0", Path("toy_data"))
     assert dialogue.question == "Which color flashes?" and dialogue.media[0].path == task.videos[0]
     assert [turn["role"] for turn in dialogue.turns] == ["assistant", "tool", "assistant"]
+
+
+def media_of_columns_become_parts(code: str) -> None:
+    from dialogues import Media, parse_dialogue
+    from runtime.dataset import RowError
+
+    space = {"re": re}
+    exec(code, space)
+    says = {"user": "<image><video>Which?", "assistant": "A <video>.", "tool": "<video>Red."}
+    messages = [{"role": role, "content": text} for role, text in [*says.items(), ("assistant", "Red.")]]
+    films = [f"videos/test0000{i}.mp4" for i in range(2)]
+    row = {"messages": messages, "images": ["rl.parquet"], "videos": films}
+    shown = [Media(os.path.abspath(f"toy_data/{film}")) for film in films]
+    image = Media(os.path.abspath("toy_data/rl.parquet"), still=True)
+
+    with pytest.raises(RowError, match="docs/add_a_dataset.md"):
+        parse_dialogue(row, "sft:0", Path("toy_data"))
+    with pytest.raises(AssertionError, match="media without a placeholder"):
+        space["show_media"](json.loads(json.dumps(row | {"videos": films * 2})))
+    dialogue = parse_dialogue(space["show_media"](row), "sft:0", Path("toy_data"))
+    assert (dialogue.question, dialogue.media) == ("Which?", (image, shown[0]))
+    assert [turn["content"] for turn in dialogue.turns] == [["A <video>."], [shown[1], "Red."], ["Red."]]
 
 
 def rows_are_tasks_and_items() -> None:
@@ -249,6 +272,7 @@ def test_a_dataset_is_rows_that_become_tasks_and_items(fork):
     fork.change()
     fork.shell(0)
     fork.run(partial(the_printed_rows_are_read, *fork.rows))
+    fork.run(partial(media_of_columns_become_parts, *fork.snippets))
     fork.run(rows_are_tasks_and_items)
     told = fork.shell(1)
     assert "mine.jsonl: 3 rows, 0 unusable" in told

@@ -7,7 +7,7 @@ import graphlib
 from scripts import REPO
 
 ROOMS = ("runtime", "evals", "study")
-METHOD = ("episode", "data", "tools", "rollout", "rewards", "metrics", "grpo", "rl", "sft", "eval")
+METHOD = ("episode", "data", "tools", "rollout", "rewards", "metrics", "grpo", "rl", "dialogues", "sft", "eval")
 FILES = [path for path in REPO.glob("*.py") if path.stem in METHOD]
 FILES += [path for room in ROOMS for path in REPO.glob(f"{room}/*.py")]
 # What each room may import. The data types are a room of their own, on the ground floor. Only they import from it: the video's

@@ -11,7 +11,7 @@ from scripted import END, TASK, MemoryVideos, play, turns
 from scripts import sft_config
 
 import sft
-from data import Dialogue, Media
+from dialogues import Dialogue, Media
 from rl import RLConfig
 from rollout import RolloutConfig
 from runtime import config, script

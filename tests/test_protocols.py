@@ -22,10 +22,10 @@ from evals.benchmarks import Cue, Item
 from evals.protocols import WORDS, Prompting, Protocol, run_protocol
 from rollout import AgentContext, RolloutConfig, render_prompt, run_episode
 from runtime import config
-from runtime.calls import UNPARSEABLE
 from runtime.engine import EngineError
 from runtime.render import Renderer, clock
 from runtime.visual import ContractError, VisualContract
+from tools import UNPARSEABLE
 
 TASK = Task("t1", "Who?\nA. he\nB. she", ("/data/v.mp4",), "mcq", "B", ("he", "she"))  # 60 s, 2 frames per second
 END = "<|im_end|>"

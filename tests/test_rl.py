@@ -30,7 +30,6 @@ from runtime.engine import EngineError
 from runtime.policy import Policy, PolicyConfig
 from runtime.run import Clock, Run
 from runtime.video import Videos
-from runtime.weights import WeightSync
 
 # ------------------------------------------------------------------------------------------------ short runs
 
@@ -207,12 +206,12 @@ def test_weights_are_written_and_a_step_is_saved_while_a_batch_is_sampled(script
     monkeypatch.setattr(rl, "accumulate", lambda *_: dict(NO_UPDATE))
     note(rl, "barrier")
     note(rl, "accumulate")
-    note(WeightSync, "write", lambda weights, policy, version: writing[version].set())
+    note(rl, "write_weights", lambda policy, folder: writing[int(folder.name.split("-")[1])].set())
     note(Scripted, "update_weights", lambda engine, path, version: there.append(sorted(os.listdir(path.parent))))
     note(rl, "evaluate", evaluating)
     note(Run, "save", saving)
     lines = train(tmp_path / "c.yaml", toy_dir, steps=3, staleness=1, save_every=1, **held_out(toy_dir))
-    step = ["barrier", "accumulate", "write", "barrier", "update_weights", "evaluate", "save"]
+    step = ["barrier", "accumulate", "write_weights", "barrier", "update_weights", "evaluate", "save"]
     assert told == step * 3 and begun.keys() == {0, 1, 2}
     assert there == [["weights-1"], ["weights-1", "weights-2"], ["weights-2", "weights-3"]]
     assert all(line["export_seconds"] > 0 for line in lines)

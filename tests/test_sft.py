@@ -12,7 +12,7 @@ import torch
 from scripts import metrics, sft_config
 
 import sft
-from data import parse_dialogue
+from dialogues import parse_dialogue
 from episode import NO_PROMPT, Trajectory
 from runtime import config
 from runtime.checkpoints import load_policy

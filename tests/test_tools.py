@@ -18,7 +18,6 @@ from tiny import CONTRACT
 
 import tools
 from episode import Call, Task, dump
-from runtime.calls import parse_calls
 from runtime.video import Clip
 from tools import (
     TOOLS,
@@ -27,6 +26,7 @@ from tools import (
     choose_video,
     crop_video,
     make_tool,
+    parse_calls,
     read_time,
     read_window,
     run_tool,

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import parse_dialogue, parse_task
-from runtime.calls import parse_calls
+from data import parse_task
+from dialogues import parse_dialogue
 from runtime.dataset import Rows
 from runtime.render import END_OF_TURN
 from study import toy
+from tools import parse_calls
 
 
 def flashes(count, seed=0):
