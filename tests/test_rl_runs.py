@@ -162,10 +162,10 @@ def test_a_finished_run_exports_again_and_samples_no_more(scripted, toy_dir, tmp
 def test_a_step_without_an_episode_stops_the_run_and_one_goes_on(scripted, toy_dir, tmp_path, monkeypatch, capsys):
     """Past bug: only the first batch was checked. Later, the run exited with status 0 and had replaced all its states."""
 
-    def fail(own, ids, frames, *, seed, **more):
+    def fail(own, prompt, ids, clips, *, seed, **more):
         if own.version >= served and seed != survivor:
             raise EngineError("gone")
-        return generate(own, ids, frames, seed=seed, **more)
+        return generate(own, prompt, ids, clips, seed=seed, **more)
 
     generate, survivor, served = Scripted.generate, None, 1
     monkeypatch.setattr(Scripted, "generate", fail)

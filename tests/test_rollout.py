@@ -152,8 +152,7 @@ def test_sub_agents_that_see_the_same_window_of_a_video_hold_one_prompt_until_th
     assert [len(set(same)) for same in prompts.values()] == [1] * 4 and len(set(sum(prompts.values(), []))) == 4
     assert set(context.subagent_prompts.values()) == set(sum(prompts.values(), []))
     del groups, group, episode, asked, prompts
-    gc.collect()
-    assert not context.subagent_prompts
+    wait_for(lambda: gc.collect() >= 0 and not context.subagent_prompts)  # threads of jobs are ending
 
 
 # ---- 2: all calls of a turn, one answer turn
