@@ -21,7 +21,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 from scripts import alive, fake_server, wait_for
-from tiny import at_once, noise, prompts_of, question
+from tiny import at_once, check_logprobs, noise, prompts_of, question, request
 
 from episode import NO_PROMPT, Prompt
 from rollout import RolloutConfig
@@ -48,17 +48,6 @@ def engine(checkpoint, renderer):
 @pytest.fixture(scope="module")
 def prompts(renderer):
     return [Prompt(*made) for made in prompts_of(renderer)]
-
-
-def request(prompt: Prompt, ids=(), clips=(), **more) -> dict:
-    """Return a request for a continuation of the prompt and these ids, which show these clips."""
-    return tiny.request(list(ids), list(clips), prompt=prompt, **more)
-
-
-def check_logprobs(model, renderer, row: dict, sample: Sample, **more) -> None:
-    prompt = row["prompt"]
-    whole = row | {"ids": prompt.ids + row["ids"], "clips": prompt.clips + row["clips"]}
-    tiny.check_logprobs(model, renderer, whole, sample, **more)
 
 
 def assert_close_frees_who_waits(engine, row: dict) -> None:

@@ -17,7 +17,7 @@ import torch
 from scripted import MemoryVideos
 from scripts import metrics, rl_config
 from short_runs import pay_by_chance
-from tiny import CONTRACT_14, as_published, at_once, check_logprobs, prompts_of
+from tiny import CONTRACT_14, as_published, at_once, check_logprobs, prompts_of, request
 
 import rl
 from episode import Prompt, Task
@@ -69,14 +69,10 @@ def prompts(renderer):
     return [Prompt(*made) for made in prompts_of(renderer)]
 
 
-def request(prompt: Prompt, **more) -> dict:
-    return tiny.request([], [], prompt=prompt, **more)
-
-
 def check_rows(client, model, renderer, prompts, temperatures=(1.0,)) -> None:
     rows = [request(prompt, seed=i, temperature=tau) for i, prompt in enumerate(prompts) for tau in temperatures]
     for row, sample in zip(rows, at_once(client, rows)):
-        check_logprobs(model, renderer, row | vars(row["prompt"]), sample, tolerance=1e-4)
+        check_logprobs(model, renderer, row, sample, tolerance=1e-4)
         assert row["temperature"] or len(set(sample.ids)) > 3
 
 

@@ -352,17 +352,19 @@ def at_once(engine, requests_: list[dict]) -> list[Sample]:
         return list(pool.map(ask, requests_))
 
 
-def request(ids, clips, seed=1, temperature=1.0, max_new_tokens=24, **more) -> dict:
+def request(prompt: Prompt, ids=(), clips=(), seed=1, temperature=1.0, max_new_tokens=24, **more) -> dict:
+    """Return a request for a continuation of the prompt and these ids, which show these clips."""
     more = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed, **more}
-    return {"ids": ids, "clips": clips, **more}
+    return {"prompt": prompt, "ids": list(ids), "clips": list(clips), **more}
 
 
 def check_logprobs(model, renderer, row: dict, sample: Sample, tolerance: float = 1e-5) -> None:
     """Compare a sample's log-probs with one plain forward over the whole sequence."""
-    ids, temperature = row["ids"] + sample.ids, row["temperature"]
+    prompt = row["prompt"]
+    read, clips = prompt.ids + row["ids"], prompt.clips + row["clips"]
     with torch.no_grad():
-        expected = plain_logprobs(model, renderer.never_sampled, ids, row["clips"], temperature)
-    expected = expected[len(row["ids"]) - 1 :]
+        expected = plain_logprobs(model, renderer.never_sampled, read + sample.ids, clips, row["temperature"])
+    expected = expected[len(read) - 1 :]
     assert torch.allclose(torch.tensor(sample.logprobs), expected, atol=tolerance, rtol=0)
 
 
