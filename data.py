@@ -18,13 +18,12 @@ import logging
 import math
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from episode import Task
 from runtime.answers import LETTERS, count_times, letters_of, normalise, parse_span
-from runtime.dataset import RowError, decode_json
+from runtime.dataset import RowError, decode_json, read_messages, read_paths, refuse_columns
 
 log = logging.getLogger(__name__)
 
@@ -76,32 +75,6 @@ def _read_question(row: dict, n_videos: int) -> str:
     return text.replace("<video>", "").strip()
 
 
-def refuse_columns(row: dict, columns: Sequence[str], rule: str) -> None:
-    """Refuse a row that holds something in one of these columns."""
-    for column in columns:
-        if holds_something(row.get(column)):
-            raise RowError(f"`{column}` = {row[column]!r}: {rule}; remove the column")
-
-
-def holds_something(value: Any) -> bool:
-    """Return whether a field is filled. {"bbox": []}, [{"url": None}] and the JSON "[]" are not."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        return any(map(holds_something, value))
-    return bool(value) and value not in ("[]", "{}")
-
-
-def read_messages(row: dict, column: str, needed_by: str) -> list[dict]:
-    """Return the messages of an RL row or of an SFT row."""
-    if column not in row:
-        raise RowError(f"{needed_by} needs the field `{column}`; this one has {', '.join(row)}")
-    messages = decode_json(row[column], column)
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise RowError(f"`{column}` is not a list of messages")
-    return messages
-
-
 def _read_videos(row: dict, root: Path) -> tuple[str, ...]:
     """Return the paths of all videos. Every one must exist, because a question can have another answer without it."""
     urls = []
@@ -116,15 +89,6 @@ def _read_videos(row: dict, root: Path) -> tuple[str, ...]:
     if len(set(names)) < len(names):
         raise RowError(f"two videos are called {max(names, key=names.count)}, but calls use that name: rename one")
     return tuple(paths)
-
-
-def read_paths(urls: Sequence[str], root: Path) -> list[str]:
-    """Return absolute paths without file://. Relative ones start at `root`. Refuse a file that does not exist."""
-    paths = [os.path.abspath(os.path.join(root, url.removeprefix("file://"))) for url in urls]
-    missing = [path for path in paths if not os.path.exists(path)]
-    if missing:
-        raise RowError(f"{', '.join(missing)}: no such file")
-    return paths
 
 
 def _read_gold(answer: Any, kind: str) -> str:

@@ -29,8 +29,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from data import holds_something, read_messages, read_paths, refuse_columns
-from runtime.dataset import RowError
+from runtime.dataset import RowError, holds_something, read_messages, read_paths, refuse_columns
 from runtime.render import NO_REPORT, THINK_PREFIX
 from runtime.video import Clip, Videos
 from runtime.visual import VisualContract

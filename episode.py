@@ -46,7 +46,7 @@ class Prompt:
     clips: list[Clip]  # in the order of their pads
 
 
-NO_PROMPT = Prompt([], [])  # of an episode that failed before it had one, and of rows that share none
+NO_PROMPT = Prompt([], [])  # of an episode that failed before it had one, and of rows that share none with others
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Trajectory:
     """One agent's exact tokens after its prompt, append-only: sampled ids as the engine returned them, and tool turns. It is
     also the row that SFT and RL train on.
 
-    The columns from `ids` to `versions` have one entry per token. So have `structural` and `weights`, once they are filled."""
+    The columns from `ids` to `versions` have one entry per token. So have `structural` and `loss_weights`, once they are filled."""
 
     prompt: Prompt
     ids: list[int] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Trajectory:
     finish: str = ""  # why the last turn ended: stop | length
     call_clips: list[Clip] = field(default_factory=list)  # clips that its calls returned (`tool_return: frames`)
     structural: list[int] = field(default_factory=list)  # 1 = sampled, in struct(o); rewards.py fills the main agent's
-    weights: Sequence[float] = field(default=(), compare=False)  # of the loss: A_i,t in RL, w_t in SFT; not in records
+    loss_weights: Sequence[float] = field(default=(), compare=False)  # A_i,t in RL, w_t in SFT; not in records
 
     @property
     def n_sampled(self) -> int:
@@ -75,6 +75,11 @@ class Trajectory:
     def all_ids(self) -> list[int]:
         """The ids of the prompt and those after it."""
         return self.prompt.ids + self.ids
+
+    @property
+    def length(self) -> int:
+        """The number of all ids."""
+        return len(self.prompt.ids) + len(self.ids)
 
     @property
     def clips(self) -> list[Clip]:
@@ -188,7 +193,7 @@ def record_of(trajectory: Trajectory, readable: Callable[[list[int]], str]) -> d
     call_clips = [clip.times for clip in trajectory.call_clips]
     text = readable(trajectory.all_ids)
     record = vars(trajectory) | {"prompt": prompt, "call_clips": call_clips, "text": text}
-    del record["weights"]
+    del record["loss_weights"]
     return record
 
 

@@ -95,9 +95,9 @@ def assign_advantages(groups: Sequence[Group], cfg: GRPOConfig, anchor: Anchor) 
             episode.advantage /= std
 
     for episode in mine:
-        episode.main.weights = token_advantages(episode, anchor)
+        episode.main.loss_weights = token_advantages(episode, anchor)
         for report in episode.subagents:  # it has its episode's A_i, without the anchor
-            report.weights = np.full(len(report.ids), episode.advantage, np.float32)
+            report.loss_weights = np.full(len(report.ids), episode.advantage, np.float32)
 
 
 def token_advantages(episode: Episode, anchor: Anchor) -> np.ndarray:
@@ -121,6 +121,7 @@ def bundle_groups(groups: Sequence[Group], cfg: GRPOConfig, subagents: bool = Fa
             rows.append(episode.main)
             if subagents:
                 rows += episode.subagents
+        assert all(len(row.loss_weights) == len(row.ids) for row in rows), "assign_advantages comes first"
         tokens += sum(row.n_sampled for row in rows)
 
         # Skip a group that teaches nothing: it is flat, and there is no KL.
@@ -218,7 +219,7 @@ def micro_batch_losses(
 
     # One update per batch: pi_prox is pi without its gradient, so r is 1 and only carries the gradient.
     prox_logprobs = output.logprobs.detach()  # [N]
-    advantages = output.weights  # [N]: A_i,t
+    advantages = output.loss_weights  # [N]: A_i,t
     losses, stats = token_losses(
         output.logprobs, prox_logprobs, output.behaviour_logprobs, ref_logprobs, advantages, cfg
     )

@@ -379,7 +379,7 @@ def require_agreement(
     ran = [episode for group in groups for episode in group.ran]
     main, report = [], []
     if ran:
-        episode = min(ran, key=lambda episode: (not episode.n_executed, len(episode.main.all_ids)))
+        episode = min(ran, key=lambda episode: (not episode.n_executed, episode.main.length))
         main = [episode.main]
         report = episode.subagents[:1]
 
@@ -431,7 +431,12 @@ def count_tokens(task: Task, cfg: RLConfig, renderer: Renderer, videos: Videos) 
     return len(render_prompt(task, max(cfg.choices_of_k), AgentContext(None, renderer, videos, cfg.rollout)).ids)
 
 
-SCRIPT = Script(main, parse_task, count_tokens, require_hardware, lambda cfg: schemas_of(cfg.rollout.tools))
+def offered_schemas(cfg: RLConfig) -> dict[str, dict]:
+    """Return the schemas of the tools that the prompt offers."""
+    return schemas_of(cfg.rollout.tools) if cfg.rollout.dispatch != "none" else {}
+
+
+SCRIPT = Script(main, parse_task, count_tokens, require_hardware, offered_schemas)
 
 if __name__ == "__main__":
     run_training(SCRIPT, *command_line(RLConfig, __doc__))

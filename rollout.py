@@ -120,8 +120,7 @@ class AgentContext:
     """Once it is set, no agent starts another turn."""
     subagent_prompts: WeakValueDictionary = field(default_factory=WeakValueDictionary)
     """What a sub-agent is shown -> its prompt, while an agent holds it. A prompt holds its frames, so their id is not reused."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while a sub-agent's prompt is made."""
+    prompt_lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class Stopped(Exception):
@@ -145,8 +144,7 @@ def render_prompt(task: Task, k: int, context: AgentContext) -> Prompt:
         task.question, task.videos, clips, renderer.contract, with_tools, cfg.tool_return
     )
     schemas = list(schemas_of(cfg.tools).values()) if with_tools else None
-    rendered = renderer.render(messages, schemas, generate=True)
-    return Prompt(rendered.ids, rendered.clips)
+    return renderer.prompt(messages, schemas)
 
 
 def overview(task: Task, k: int, videos: Videos, contract: VisualContract) -> list[Clip]:
@@ -223,7 +221,7 @@ def append_rendered(context: AgentContext, trajectory: Trajectory, delta: Render
     # A turn that stopped at another token, such as <|endoftext|> or </tool_call>, still needs the template's end of turn.
     if trajectory.ids[-1] != context.renderer.end_of_turn:
         ids = [context.renderer.end_of_turn, *ids]
-    if len(trajectory.all_ids) + len(ids) + MIN_TURN_TOKENS > context.cfg.max_context:
+    if trajectory.length + len(ids) + MIN_TURN_TOKENS > context.cfg.max_context:
         trajectory.finish = "length"
         return False
     append_given(trajectory, ids)
@@ -256,7 +254,7 @@ def sample_turn(
     """Sample at most `max_new_tokens` tokens, and append exactly the ids that the engine returned."""
     if context.stopped.is_set():
         raise Stopped("the run was ended")
-    n, max_context = len(trajectory.all_ids), context.cfg.max_context
+    n, max_context = trajectory.length, context.cfg.max_context
     if n >= max_context:
         raise EngineError(f"a prompt of {n} tokens fills max_context = {max_context}; raise it")
     sample = context.engine.generate(
@@ -356,15 +354,14 @@ def subagent_prompt(context: AgentContext, clip: ClipForSubagent) -> Prompt:
     """Render a sub-agent's prompt, once for all sub-agents that see the same frames of a window and read the same words."""
     renderer = context.renderer
     shown = (id(clip.frames.pixels), clip.frames.times, clip.window, clip.request, clip.system)
-    with context.lock:
-        prompt = context.subagent_prompts.get(shown)
-        if prompt is None:
-            messages = renderer.prompts.subagent_messages(
-                clip.frames, clip.window, renderer.contract, clip.request, clip.system
-            )
-            rendered = renderer.render(messages, generate=True)
-            prompt = Prompt(rendered.ids, rendered.clips)
-            context.subagent_prompts[shown] = prompt
+    prompt = context.subagent_prompts.get(shown)
+    if prompt is None:
+        messages = renderer.prompts.subagent_messages(
+            clip.frames, clip.window, renderer.contract, clip.request, clip.system
+        )
+        rendered = renderer.prompt(messages)
+        with context.prompt_lock:  # the first of those that render it at the same time makes it
+            prompt = context.subagent_prompts.setdefault(shown, rendered)
     return prompt
 
 
@@ -413,8 +410,8 @@ def prepare_prompt(context: AgentContext, group: Group) -> Prompt:
 def run_one(context: AgentContext, group: Group, prompt: Future[Prompt], seed: int) -> Episode:
     """Run one episode of a group. Without a prompt, every episode of the group fails."""
     try:
-        rendered = prompt.result()
+        ready = prompt.result()
     except RowError as error:
         kind = "VideoError" if isinstance(error.__cause__, VideoError) else "RowError"
         return Episode(group.task, group.k, Trajectory(NO_PROMPT), seed=seed, error_kind=kind, error_text=str(error))
-    return run_episode(context, group.task, group.k, rendered, seed)
+    return run_episode(context, group.task, group.k, ready, seed)

@@ -27,12 +27,12 @@ import numpy as np
 import torch
 
 from dialogues import Dialogue, Media, parse_dialogue
-from episode import Call, Prompt, Trajectory
+from episode import NO_PROMPT, Call, Trajectory
 from runtime.checkpoints import load_policy
 from runtime.config import refuse_below_1, suggest
 from runtime.dataset import DataConfig, DataError, Dataset, RowError, row_errors
 from runtime.distributed import gather, init_distributed, rank, sum_over_ranks, world_size
-from runtime.packing import Bundle, best_fit, bundle_rows
+from runtime.packing import Bundle, best_fit
 from runtime.plan import Plan, plan_training
 from runtime.policy import Policy
 from runtime.render import TAG, Renderer
@@ -142,7 +142,7 @@ class MicroBatch(NamedTuple):
     @property
     def weight(self) -> float:
         """The sum of w_t over its targets."""
-        return float(sum(np.sum(row.weights) for bundle in self.bundles for row in bundle.rows))
+        return float(sum(np.sum(row.loss_weights, dtype=np.float64) for bundle in self.bundles for row in bundle.rows))
 
 
 def batch_loss(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
@@ -157,7 +157,7 @@ def batch_loss(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
     for micro in batch:
         output = policy(micro.bundles)
         nll = -output.logprobs  # [N]
-        loss = (output.weights * nll).sum() / total
+        loss = (output.loss_weights * nll).sum() / total
         if loss.requires_grad:  # not on held-out rows
             loss.backward()
 
@@ -224,7 +224,7 @@ def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tool
         messages.append({"role": turn["role"], "content": content})
 
     rendered = renderer.render(messages, tools if dialogue.agent == "main" else None)
-    return Trajectory(Prompt([], []), rendered.ids, rendered.mask, call_clips=rendered.clips)
+    return Trajectory(NO_PROMPT, rendered.ids, rendered.mask, call_clips=rendered.clips)
 
 
 def refuse_calls_of_other_tools(dialogue: Dialogue, tools: list[dict]) -> None:
@@ -291,8 +291,8 @@ class Batches:
                 self.dataset.reject(draw.origin, str(error))
                 continue
             kinds = target_kinds(row, self.renderer)
-            row.weights = np.zeros(len(row.ids), np.float32)
-            row.weights[np.flatnonzero(row.mask)] = [
+            row.loss_weights = np.zeros(len(row.ids), np.float32)
+            row.loss_weights[np.flatnonzero(row.mask)] = [
                 draw.loss_weight * self.cfg.kind_weights.get(kind, 1.0) for kind in kinds
             ]
             rows.append(row)
@@ -300,10 +300,10 @@ class Batches:
 
         # Pack them into micro-batches.
         batch = []
-        bundles = bundle_rows(rows, self.cfg.pack_tokens)  # one per row
-        for members in best_fit([len(bundle) for bundle in bundles], self.cfg.pack_tokens):
+        for members in best_fit([len(row.ids) for row in rows], self.cfg.pack_tokens):
+            bundles = [Bundle(NO_PROMPT, [rows[i]]) for i in members]
             kinds = sum((kinds_of_rows[i] for i in members), [])
-            batch.append(MicroBatch([bundles[i] for i in members], np.array(kinds, str)))
+            batch.append(MicroBatch(bundles, np.array(kinds, str)))
         return batch
 
 

@@ -304,7 +304,8 @@ def is_deeper(value: Any, levels: int) -> bool:
 
 # CPython's parser counts its depth per interpreter, not per thread, so two at once can raise a SystemError.
 _PARSING = threading.Lock()
-NO_LITERALS = (SyntaxError, TypeError, ValueError, RecursionError, MemoryError)  # of code that is none, or too deep
+# What ast.parse and literal_eval raise on bad or too deeply nested input.
+NO_LITERALS = (SyntaxError, TypeError, ValueError, RecursionError, MemoryError)
 
 
 def _read_code(body: str, turn: int) -> list[Call]:

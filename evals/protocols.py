@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from episode import NO_PROMPT, Call, Episode, Prompt, Task, Trajectory
+from episode import NO_PROMPT, Call, Episode, Task, Trajectory
 from evals.benchmarks import Item, with_subtitles
 from rewards import turn_texts
 from rollout import (
@@ -189,10 +189,10 @@ class Attempt:
             messages.insert(0, {"role": "system", "content": self.fill("system")})
         tools = [json.loads(texts["tool"])] if "tool" in texts else None
         renderer = self.context.renderer
-        prompt = renderer.render(messages, tools, generate=True)
-        if tools and prompt.ids == renderer.render(messages, generate=True).ids:
+        prompt = renderer.prompt(messages, tools)
+        if tools and prompt.ids == renderer.prompt(messages).ids:
             raise ContractError("the chat template renders no tools: put its authors' into chat_template.jinja")
-        return Trajectory(Prompt(prompt.ids, prompt.clips))
+        return Trajectory(prompt)
 
     def converse(
         self, turns: int, reply: Callable[["Attempt", str, int], list[list]], role: str = "user", closing: str = ""

@@ -13,9 +13,10 @@ Deliberately missing: epochs in the trainers, worker processes that load data (v
 import contextlib
 import json
 import logging
+import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,6 +89,9 @@ def row_errors() -> Iterator[None]:
         raise RowError("".join(c if c.isprintable() else ascii(c)[1:-1] for c in reason[:1000])) from error
 
 
+# ------------------------------------------------------------------------------------------------ columns of a row
+
+
 def decode_json(value: Any, what: str) -> Any:
     """Return the value of a column. Parse it if it is a JSON string."""
     if not isinstance(value, str | bytes):
@@ -96,6 +100,44 @@ def decode_json(value: Any, what: str) -> Any:
         return json.loads(value)
     except (ValueError, RecursionError) as error:  # RecursionError: a hundred thousand nested brackets
         raise RowError(f"{what} is not JSON: {error!r}") from None
+
+
+def refuse_columns(row: dict, columns: Sequence[str], rule: str) -> None:
+    """Refuse a row that holds something in one of these columns."""
+    for column in columns:
+        if holds_something(row.get(column)):
+            raise RowError(f"`{column}` = {row[column]!r}: {rule}; remove the column")
+
+
+def holds_something(value: Any) -> bool:
+    """Return whether a field is filled. {"bbox": []}, [{"url": None}] and the JSON "[]" are not."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return any(map(holds_something, value))
+    return bool(value) and value not in ("[]", "{}")
+
+
+def read_messages(row: dict, column: str, needed_by: str) -> list[dict]:
+    """Return the messages of an RL row or of an SFT row."""
+    if column not in row:
+        raise RowError(f"{needed_by} needs the field `{column}`; this one has {', '.join(row)}")
+    messages = decode_json(row[column], column)
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise RowError(f"`{column}` is not a list of messages")
+    return messages
+
+
+def read_paths(urls: Sequence[str], root: Path) -> list[str]:
+    """Return absolute paths without file://. Relative ones start at `root`. Refuse a file that does not exist."""
+    paths = [os.path.abspath(os.path.join(root, url.removeprefix("file://"))) for url in urls]
+    missing = [path for path in paths if not os.path.exists(path)]
+    if missing:
+        raise RowError(f"{', '.join(missing)}: no such file")
+    return paths
+
+
+# ------------------------------------------------------------------------------------------------ files of rows
 
 
 class Rows:

@@ -89,7 +89,7 @@ class Packed:
     segments: list[Segment]
     predictors: np.ndarray  # int64 [N]: index of the token before each target, whose hidden state predicts it
     targets: np.ndarray  # int64 [N]: ids of the targets
-    weights: np.ndarray  # float32 [N]: the targets' weights in the loss
+    loss_weights: np.ndarray  # float32 [N]: of the targets
     behaviour_logprobs: np.ndarray  # float32 [N]: their log-probs when they were sampled
 
 
@@ -140,7 +140,7 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
         bundles = [*bundles, Bundle(Prompt([0], []), [])]
     ids, positions = [], []
     predictors, targets = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    weights, behaviour_logprobs = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)]
+    loss_weights, behaviour_logprobs = [np.zeros(0, np.float32)], [np.zeros(0, np.float32)]
     segments: list[Segment] = []
     end = 0  # tokens placed so far
     for bundle in bundles:
@@ -179,7 +179,7 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
             wanted = np.flatnonzero(row.mask)
             predictors.append(before[wanted])
             targets.append(own[wanted])
-            weights.append(take(row.weights, wanted))
+            loss_weights.append(take(row.loss_weights, wanted))
             behaviour_logprobs.append(take(row.logprobs, wanted))
         if images:
             raise ValueError(f"a bundle has {len(images)} more frames than images among its tokens")
@@ -190,7 +190,7 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
         segments=[segment for segment in segments if segment.stop > segment.start],
         predictors=np.concatenate(predictors),
         targets=np.concatenate(targets),
-        weights=np.concatenate(weights),
+        loss_weights=np.concatenate(loss_weights),
         behaviour_logprobs=np.concatenate(behaviour_logprobs),
     )
 

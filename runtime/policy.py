@@ -2,7 +2,7 @@
 
     policy = load_policy(PolicyConfig(checkpoint), renderer.never_sampled)     # checkpoints.py
     output = policy(bundles, temperature=0.7)                 # log-probs [N] of the tokens whose mask is 1
-    (-(output.logprobs * output.weights).sum() / tokens_of_all_ranks).backward()
+    (-(output.logprobs * output.loss_weights).sum() / tokens_of_all_ranks).backward()
 
     pack_bundles      bundles -> one flat sequence, in which a group's prompt appears once (packing.py)
     encode_frames     -> frames' features [1 + D, M, H]; the reference takes those of a frozen vision tower from the policy
@@ -82,7 +82,7 @@ class PolicyOutput(NamedTuple):
 
     logprobs: Tensor  # fp32 [N]
     entropies: Tensor  # fp32 [N], of the masked softmax; a metric, without gradient
-    weights: Tensor  # fp32 [N], in the loss
+    loss_weights: Tensor  # fp32 [N]
     behaviour_logprobs: Tensor  # fp32 [N]
     features: Tensor | None = None  # [1 + D, M, H] of a frozen tower, for the reference's pass over the same bundles
 
@@ -136,10 +136,10 @@ class Policy(nn.Module):
         logprobs, entropies = _ChunkedLogprobs.apply(
             hidden, head, targets, temperature, self.never_sampled, self.cfg.logit_chunk
         )
-        weights = torch.from_numpy(packed.weights).to(self.device)  # [N]
+        loss_weights = torch.from_numpy(packed.loss_weights).to(self.device)  # [N]
         behaviour_logprobs = torch.from_numpy(packed.behaviour_logprobs).to(self.device)  # [N]
         features = features if self.vision_frozen else None
-        return PolicyOutput(logprobs, entropies, weights, behaviour_logprobs, features)
+        return PolicyOutput(logprobs, entropies, loss_weights, behaviour_logprobs, features)
 
     def run_tower(self, bundles: Sequence[Bundle]) -> Tensor:
         """Return the features [1 + D, M, H] of all frames of the bundles, in order."""

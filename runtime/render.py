@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer
 
+from episode import Prompt
 from runtime.prompts import OURS, Live, Prompts
 from runtime.video import Clip
 from runtime.visual import ContractError, VisualContract, read_json
@@ -118,6 +119,11 @@ class Renderer:
             ids += tokens
             mask += [i % 2] * len(tokens)
         return self._expand(ids, mask, clips)
+
+    def prompt(self, messages: list[dict], tools: list[dict] | None = None) -> Prompt:
+        """Tokenise what an agent reads first, with the opening of its turn."""
+        rendered = self.render(messages, tools, generate=True)
+        return Prompt(rendered.ids, rendered.clips)
 
     def continuation(self, contents: list[str | list], role: str = "tool") -> Rendered:
         """Tokenise the messages after a sampled assistant turn: one user turn with a response per call (role = "user": plain

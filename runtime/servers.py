@@ -95,7 +95,7 @@ class SGLang(Engine):
                 time.sleep(0.2)
 
     def generate(self, prompt, ids, clips, *, max_new_tokens, temperature, seed, stop=()) -> Sample:
-        ids = prompt.ids + ids
+        all_ids = prompt.ids + ids
         sampling = {
             "temperature": temperature,
             "sampling_seed": seed % 2**31,  # SGLang ignores it without --enable-deterministic-inference
@@ -106,7 +106,10 @@ class SGLang(Engine):
             "skip_special_tokens": False,
             "logit_bias": {str(token): -1000.0 for token in self.renderer.never_sampled},
         }
-        payload = {"input_ids": self.renderer.compact(ids), "image_data": self._frames.urls([*prompt.clips, *clips])}
+        payload = {
+            "input_ids": self.renderer.compact(all_ids),
+            "image_data": self._frames.urls([*prompt.clips, *clips]),
+        }
         payload |= {"sampling_params": sampling, "return_logprob": True, "return_prompt_token_ids": True}
 
         # Ask one server after the other, but none twice.
@@ -124,7 +127,7 @@ class SGLang(Engine):
             sent = time.monotonic()
             try:
                 reply = request_json(server.url + "/generate", self.request_timeout, payload)
-                sample = self._read_sample(reply, ids, version)
+                sample = self._read_sample(reply, all_ids, version)
                 with self._lock:
                     server.failures = 0
                 return sample  # served
@@ -173,7 +176,7 @@ class SGLang(Engine):
             meta = reply["meta_info"]
             finish = meta["finish_reason"]["type"]
             label = meta["weight_version"]
-            prompt = list(reply["prompt_token_ids"])
+            read = list(reply["prompt_token_ids"])
             logprobs = [float(logprob) for logprob, _, _ in meta["output_token_logprobs"]]
             sampled = [int(token) for _, token, _ in meta["output_token_logprobs"]]
         except (LookupError, TypeError, ValueError):
@@ -184,8 +187,8 @@ class SGLang(Engine):
             raise Failure(f"sampled by weights {label!r}, expected {version}")
 
         # The server read the same ids that the trainer will read.
-        if prompt != ids:
-            same = len(os.path.commonprefix([ids, prompt]))
+        if read != ids:
+            same = len(os.path.commonprefix([ids, read]))
             differ = f"the server and the trainer read prompts that differ from position {same} on"
             raise ContractError(f"{differ}: compare preprocessor_config.json with the run's `visual` keys")
         return Sample(sampled, logprobs, finish, version)

@@ -301,8 +301,8 @@ def test_an_export_of_a_published_checkpoint_says_the_same_in_plain_transformers
     )
     export(policy, tmp_path / "out", tiny.CONTRACT_14)
     assert tiny.renderer(tmp_path / "out").contract == tiny.CONTRACT_14
-    exported, (ids, clips) = tiny.plain(tmp_path / "out"), tiny.prompts_of(renderer)[3]
-    ours, theirs = (tiny.plain_logprobs(m, renderer.never_sampled, ids, clips) for m in (exported, model))
+    exported, prompt = tiny.plain(tmp_path / "out"), tiny.prompts_of(renderer)[3]
+    ours, theirs = (tiny.plain_logprobs(m, renderer.never_sampled, prompt.ids, prompt.clips) for m in (exported, model))
     assert torch.equal(ours, theirs)
 
 

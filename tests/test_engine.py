@@ -47,7 +47,7 @@ def engine(checkpoint, renderer):
 
 @pytest.fixture(scope="module")
 def prompts(renderer):
-    return [Prompt(*made) for made in prompts_of(renderer)]
+    return prompts_of(renderer)
 
 
 def assert_close_frees_who_waits(engine, row: dict) -> None:

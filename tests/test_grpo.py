@@ -68,11 +68,11 @@ def test_selective_anchoring_moves_structural_tokens_only(toy_renderer):
     assert bundle.rows == rows_of(one)
     for row, a in zip(bundle.rows, group_advantage([0.7, -0.3, 0.0, 0.7]), strict=True):
         assert all(row.mask)
-        moved = toy_renderer.decode([t for t, weight in zip(row.ids, row.weights, strict=True) if weight])
+        moved = toy_renderer.decode([t for t, weight in zip(row.ids, row.loss_weights, strict=True) if weight])
         structure = ("<think>", "</think>\n", "<answer>", "</answer>")
         tags = [tag for tag in structure if tag in toy_renderer.decode(row.ids)]
         assert moved == "".join(tags) + END_OF_TURN
-        assert row.weights[row.weights != 0] == pytest.approx(0.5 * a)
+        assert row.loss_weights[row.loss_weights != 0] == pytest.approx(0.5 * a)
 
 
 def test_without_the_anchor_every_token_has_its_episodes_advantage(toy_renderer):
@@ -80,7 +80,7 @@ def test_without_the_anchor_every_token_has_its_episodes_advantage(toy_renderer)
     one = group_that_said(toy_renderer, cfg, [TIDY, WRONG, LOOSE.replace("red", "blue")])
     [bundle], _ = bundle_groups([one], cfg)
     for row, a in zip(bundle.rows, group_advantage([1, 0, 0]), strict=True):
-        assert row.weights == pytest.approx(np.full(len(row.ids), a, np.float32))
+        assert row.loss_weights == pytest.approx(np.full(len(row.ids), a, np.float32))
     bundles, _ = bundle_groups([group_that_said(toy_renderer, cfg, [TIDY, LOOSE])], cfg)
     assert not bundles  # both right: nothing to learn
 
@@ -116,7 +116,7 @@ def test_batch_normalisation_is_over_all_episodes_of_all_ranks_and_spares_the_an
     assert [e.advantage for e in varied.episodes] == pytest.approx(own / np.std([*own, 0, 0, 0, 4, -4]))
     assert [e.anchor_advantage for e in varied.episodes] == pytest.approx(group_advantage([0.7, 0.7, -0.3]))
     assert bundles[1].rows == rows_of(flat)  # with a KL, a flat group still trains
-    assert not any(row.weights.any() for row in bundles[1].rows)
+    assert not any(row.loss_weights.any() for row in bundles[1].rows)
 
 
 def test_sub_agents_share_the_advantage_and_not_the_anchors(toy_renderer):
@@ -126,7 +126,7 @@ def test_sub_agents_share_the_advantage_and_not_the_anchors(toy_renderer):
     one.episodes[0].calls = [Call(0, "crop_video", {}, subagent=reporter)]
     bundles, total_tokens = bundle_groups([one], cfg, subagents=True)
     assert [bundle.rows for bundle in bundles] == [rows_of(one), [reporter]]
-    assert reporter.weights == pytest.approx(np.full(len(reporter.ids), one.episodes[0].advantage))
+    assert reporter.loss_weights == pytest.approx(np.full(len(reporter.ids), one.episodes[0].advantage))
     assert one.episodes[0].anchor_advantage > 0
     assert total_tokens == count_sampled(one) + reporter.n_sampled  # the mean includes its tokens
     bundles, total_tokens = bundle_groups([one], cfg)
@@ -168,12 +168,12 @@ def test_the_policy_returns_weights_and_behaviour_logprobs_of_the_targets_in_the
     masks = iter([[0, 1, 1], [1, 0], [0, 0], [1, 0, 1]])
     for row in [row for bundle in bundles for row in bundle.rows]:
         row.mask = next(masks)
-        row.weights = np.array(row.ids, np.float32)
+        row.loss_weights = np.array(row.ids, np.float32)
         row.logprobs = [-token / 8 for token in row.ids]
     with torch.no_grad():
         output = policy(bundles)
     targets = [43, 44, 45, 50, 52]
-    assert output.weights.tolist() == targets
+    assert output.loss_weights.tolist() == targets
     assert output.behaviour_logprobs.tolist() == [-token / 8 for token in targets]
     assert len(output.logprobs) == len(targets)
 

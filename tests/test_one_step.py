@@ -90,7 +90,7 @@ def test_the_pages_figures_are_what_the_code_makes_of_the_record():
     rows = []
     for t in range(*torn.turns[-1]):
         token = code(renderer.decode([torn.ids[t]]))
-        rows.append([token, torn.mask[t], torn.structural[t], f"{torn.weights[t]:.3f}" if torn.mask[t] else ""])
+        rows.append([token, torn.mask[t], torn.structural[t], f"{torn.loss_weights[t]:.3f}" if torn.mask[t] else ""])
     title = f"Episode {RECORD['torn'] + 1}, last turn:"
     assert table(title, ["token", "mask", "struct", "A_t"], rows) in PAGE
 
@@ -104,7 +104,7 @@ def test_the_pages_figures_are_what_the_code_makes_of_the_record():
 
     # the loss of three tokens, and the denominator
     pi, reference = torch.tensor(RECORD["logprobs"])  # each [N]
-    behaviour, advantages = torch.from_numpy(packed.behaviour_logprobs), torch.from_numpy(packed.weights)
+    behaviour, advantages = torch.from_numpy(packed.behaviour_logprobs), torch.from_numpy(packed.loss_weights)
     losses, stats = token_losses(pi, pi, behaviour, reference, advantages, cfg.grpo)
     columns = {"log π_behaviour": behaviour, "log π": pi, "log π_ref": reference, "A_t": advantages}
     columns |= {"w": (pi - behaviour).exp(), "w · KL": stats["kl"], "l": losses}

@@ -125,7 +125,7 @@ def test_the_loss_is_over_the_weights_of_all_ranks(monkeypatch):
 
     logprobs = torch.tensor([-1.0, -4.0], requires_grad=True)
     kinds = np.array(["prose", "answer"])
-    row = Trajectory(NO_PROMPT, [5, 6], [1, 1], weights=np.array([1, 3], np.float32))
+    row = Trajectory(NO_PROMPT, [5, 6], [1, 1], loss_weights=np.array([1, 3], np.float32))
     batch = [sft.MicroBatch([Bundle(NO_PROMPT, [row])], kinds)]
     monkeypatch.setattr(sft, "gather", lambda mine: [mine, 3 if isinstance(mine, int) else mine])
     monkeypatch.setattr(sft, "sum_over_ranks", lambda sums: {name: 2 * value for name, value in sums.items()})

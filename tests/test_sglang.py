@@ -66,7 +66,7 @@ def client(checkpoint, renderer):
 
 @pytest.fixture(scope="module")
 def prompts(renderer):
-    return [Prompt(*made) for made in prompts_of(renderer)]
+    return prompts_of(renderer)
 
 
 def check_rows(client, model, renderer, prompts, temperatures=(1.0,)) -> None:
@@ -172,7 +172,7 @@ def test_an_exported_qwen25_vl_serves_what_plain_transformers_says(tmp_path):
     )  # a server enlarges smaller images; prompts_of shows four tokens
     export(policy, tmp_path / "out", contract)
     renderer = tiny.renderer(tmp_path / "out")
-    rows = [Prompt(*made) for made in prompts_of(renderer)]
+    rows = prompts_of(renderer)
     client = serve(tmp_path / "out", renderer)
     try:
         check_rows(client, tiny.plain(stock), renderer, rows, temperatures=(0.0, 1.0))

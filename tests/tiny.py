@@ -8,7 +8,6 @@ import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -175,15 +174,7 @@ def noise(count: int, seed: int = 0, width: int = 64, height: int = 64) -> Clip:
     return Clip(pixels, tuple(map(float, range(count))))
 
 
-@dataclass
-class Piece:
-    """A prompt or a suffix with the frames among its tokens."""
-
-    ids: list[int]
-    clips: list[Clip]
-
-
-def piece(rng: np.random.Generator, length: int, images: int, cell: int = 32) -> Piece:
+def piece(rng: np.random.Generator, length: int, images: int, cell: int = 32) -> Prompt:
     """Make `length` text tokens with images of different sizes between them."""
     ids, clips = rng.integers(2, IMAGE_PAD, length).tolist(), []
     for at in sorted(rng.integers(0, length + 1, images).tolist(), reverse=True):
@@ -191,23 +182,22 @@ def piece(rng: np.random.Generator, length: int, images: int, cell: int = 32) ->
         pixels = rng.integers(0, 256, (1, cell * rows, cell * columns, 3), dtype=np.uint8)
         clips.insert(0, Clip(pixels, (0.0,)))
         ids[at:at] = [VISION_START, *[IMAGE_PAD] * (rows * columns), VISION_END]
-    return Piece(ids, clips)
+    return Prompt(ids, clips)
 
 
 def bundle(
-    rng: np.random.Generator, prompt: tuple[int, int], suffixes: list[tuple[int, int]], cell: int = 32
-) -> tuple[Bundle, list[Piece]]:
-    """Make a bundle from the numbers (text tokens, images) of its prompt and suffixes. Also return each row unpacked."""
-    start, ends = piece(rng, *prompt, cell), [piece(rng, *sizes, cell) for sizes in suffixes]
+    rng: np.random.Generator, prompt: tuple[int, int], rows: list[tuple[int, int]], cell: int = 32
+) -> tuple[Bundle, list[Prompt]]:
+    """Make a bundle from the numbers (text tokens, images) of its prompt and rows. Also return each row with its prompt."""
+    start, ends = piece(rng, *prompt, cell), [piece(rng, *sizes, cell) for sizes in rows]
     masks = []
     for end in ends:
         mask = [int(token < IMAGE_PAD and rng.random() < 0.7) for token in end.ids]
         if mask and not start.ids:
             mask[0] = 0
         masks.append(mask)
-    prompt = Prompt(start.ids, start.clips)
-    rows = [Trajectory(prompt, end.ids, mask, call_clips=end.clips) for end, mask in zip(ends, masks)]
-    return Bundle(prompt, rows), [Piece(start.ids + end.ids, start.clips + end.clips) for end in ends]
+    continued = [Trajectory(start, end.ids, mask, call_clips=end.clips) for end, mask in zip(ends, masks)]
+    return Bundle(start, continued), [Prompt(row.all_ids, row.clips) for row in continued]
 
 
 def text_bundle(prompt: list[int], *rows: list[int]) -> Bundle:
@@ -222,7 +212,7 @@ def alone(ids: list[int], mask: list[int], clips: Sequence[Clip] = ()) -> Bundle
     return Bundle(NO_PROMPT, [row])
 
 
-def random_bundles(seed: int, images: bool = True, cell: int = 32) -> tuple[list[Bundle], list[list[Piece]]]:
+def random_bundles(seed: int, images: bool = True, cell: int = 32) -> tuple[list[Bundle], list[list[Prompt]]]:
     rng = np.random.default_rng(seed)
 
     def some(limit):
@@ -230,8 +220,8 @@ def random_bundles(seed: int, images: bool = True, cell: int = 32) -> tuple[list
 
     made = []
     for _ in range(rng.integers(1, 4)):
-        suffixes = [(int(rng.integers(0, 14)), some(1)) for _ in range(rng.integers(1, 5))]
-        made.append(bundle(rng, (int(rng.integers(0, 20)), some(3)), suffixes, cell))
+        rows = [(int(rng.integers(0, 14)), some(1)) for _ in range(rng.integers(1, 5))]
+        made.append(bundle(rng, (int(rng.integers(0, 20)), some(3)), rows, cell))
     return [b for b, _ in made], [rows for _, rows in made]
 
 
@@ -321,7 +311,7 @@ def question(renderer, clips: list, text: str) -> list[int]:
     return renderer.render([{"role": "user", "content": [*clips, text]}], generate=True).ids
 
 
-def prompts_of(renderer) -> list[tuple[list[int], list[Clip]]]:
+def prompts_of(renderer) -> list[Prompt]:
     """Text only; one and several images of different sizes; a second turn with frames of a tool, whose first was spelled oddly."""
     made, cell = [], renderer.contract.cell
 
@@ -330,11 +320,12 @@ def prompts_of(renderer) -> list[tuple[list[int], list[Clip]]]:
 
     shown = [[], [show(1)], [show(3, seed=1)], [show(2, columns=5, rows=3, seed=2), show(1, rows=4, seed=3)]]
     for i, clips in enumerate(shown):
-        made.append((question(renderer, clips, "What happens?" + " Say it." * i), clips))
-    ids, clips = made[2]
+        made.append(Prompt(question(renderer, clips, "What happens?" + " Say it." * i), clips))
+    opened = made[2]
     spelled = [token for letter in "a cat" for token in renderer.encode(letter)]
     delta = renderer.continuation([[show(2, seed=7), "seen"], "nothing"])
-    made.append((ids + spelled + [renderer.end_of_turn] + delta.ids, [*clips, *delta.clips]))
+    ids = opened.ids + spelled + [renderer.end_of_turn] + delta.ids
+    made.append(Prompt(ids, [*opened.clips, *delta.clips]))
     return made
 
 
