@@ -7,7 +7,7 @@ A row, and what parse_task(row, origin, root) makes of it. rollout.render_prompt
     -> Task("a1", "Which?\\nA. red\\nB. blue", ("/videos/a.mp4",), "mcq", "B", ("red", "blue"))
 
 `origin` (file:row) names a row without an id, and relative paths start at `root`. `prompt`, `videos` and `extra_info` may also
-be JSON strings. A row that cannot be used, or that says what training would ignore, raises RowError.
+be JSON strings. A row that cannot be used, or that has fields which RL would ignore, such as images, raises RowError.
 runtime/dataset.py streams the rows, and `--check-data` checks them.
 
 Deliberately missing: prompts. A row's system prompt is dropped, because SFT, RL and evaluation share runtime/prompts.py.
@@ -49,7 +49,9 @@ def parse_task(row: dict, origin: str, root: Path) -> Task:
     answer = _read_gold(info.get("answer"), kind)
     if kind == "mcq":
         if listed_in_other_order(question, options):
-            raise RowError(f"options = {list(options)}: the question lists them in another order; write both in one")
+            raise RowError(
+                f"options = {list(options)}: the question lists them in another order; use the same order in both"
+            )
         question = add_options(question, options)
         answer, options = _read_choice(answer, options, question)
 
@@ -95,7 +97,7 @@ def _read_gold(answer: Any, kind: str) -> str:
     """Return the gold answer as text. Refuse one that no answer can match. In parquet, a missing answer is None."""
     if isinstance(answer, list | dict) and kind != "tvg":  # [12.5, 20.1] is a span
         raise RowError(f"answer = {answer!r}: must be one text")
-    if isinstance(answer, float) and math.isnan(answer):  # pandas writes a missing answer so
+    if isinstance(answer, float) and math.isnan(answer):  # pandas writes NaN for a missing answer
         raise RowError("answer = nan: the row has no answer; add it, or drop the row")
     gold = "" if answer is None else str(answer).strip()
     if kind == "tvg":
@@ -103,7 +105,7 @@ def _read_gold(answer: Any, kind: str) -> str:
         if not span or span[0] == span[1]:
             raise RowError(f"answer = {gold!r}: the answer of a tvg must be a span of seconds, as in [12.5, 20.1]")
         if count_times(gold) >= 4:
-            raise RowError(f"answer = {gold!r}: the answer of a tvg must be one span; make a row of each")
+            raise RowError(f"answer = {gold!r}: the answer of a tvg must be one span; write one row per span")
     if kind == "oe" and not normalise(gold):
         raise RowError(f"answer = {gold!r}: the answer of an open question must have a word or a number")
     return gold

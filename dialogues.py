@@ -18,7 +18,7 @@ Published rows write the same turns in several ways. A Dialogue has the form tha
     agent          the optional column `agent`: main, direct or sub; with `request` and `system`, a sub-agent's prompts
 
 `origin` (file:row) names the row, and relative paths start at `root`. `messages` may also be a JSON string. A row that cannot be
-used, or that says what training would ignore, raises RowError.
+used, or that has fields which SFT would ignore, raises RowError.
 
 Deliberately missing: a row's system prompt, as in data.py.
 """
@@ -242,4 +242,6 @@ def _refuse_disorder(roles: list[str]) -> None:
         raise RowError(f"turns {roles}: must start with the user and end with the assistant")
     for before, after in itertools.pairwise(roles):
         if before == after == "assistant" or (before == "user" and after != "assistant"):
-            raise RowError(f"turns {roles}: the assistant must follow each user turn, and never its own")
+            raise RowError(
+                f"turns {roles}: each user turn needs a turn of the assistant, and two of the assistant cannot follow each other"
+            )

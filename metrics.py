@@ -31,7 +31,8 @@ def describe(groups: Sequence[Group], ks: Sequence[int], step: int) -> dict[str,
     call_errors/...             over all calls
     calls/distinct              over the calls that ran: 1 unless the episode made exactly the same call before
     report/...                  over the sub-agents' reports
-    all others                  over the episodes that ran and have the key: a K, or an opened tag"""
+    all others                  over the episodes that did not fail; acc/K=... only over those with that K, closure/... only over
+                                those that opened the tag"""
     seen: dict[str, list[float]] = defaultdict(list)
     for group in groups:
         for k in ks:

@@ -75,10 +75,9 @@ class RewardConfig:
     """The answer of a last turn without a complete <answer>.
     off: none.
     stated: the text after "answer is" or "answer:". The toy's accuracy-only runs need it.
-    fallback: the text after the thought, or of it what follows "answer is", much as in the release. Without </think>, only the
-    turn's last line.
-    prose, in evaluation only: all text after the thought, or of a thought that is never closed what follows "answer is".
-    Under stated and prose, an answer also counts in a thought that is never closed, in tags or stated."""
+    fallback: the text after </think>; if it contains "answer is", only what follows. Without </think>: the last line.
+    prose, in evaluation only: all text after </think>; of a thought that is never closed, only what follows "answer is".
+    Under stated and prose, an answer inside a thought that is never closed counts as well, with or without tags."""
     judge: Api = Api(key="", timeout=30.0)
     """The chat endpoint that grades open answers, for open_answer = judge."""
 

@@ -364,7 +364,8 @@ GAP_LIMIT = 0.5  # largest mean |trainer's - engine's log-prob|: rounding stays 
 
 
 def refuse_empty(groups: Sequence[Group], step: int) -> None:
-    """Refuse a step in which no episode ran on any rank: states that learned nothing would replace the good ones."""
+    """Refuse a step in which no episode ran on any rank. Otherwise the run would go on without learning, and its states would
+    replace good ones."""
     errors = sum(gather([episode.error for group in groups for episode in group.episodes]), [])
     if all(errors):
         reason = errors[-1] if errors else "no row of the batch can be used"

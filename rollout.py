@@ -379,7 +379,7 @@ def rollout(
 ) -> list[Group]:
     """Run G episodes per task, at most `concurrency` at once. With the model in this process, the same seed and step give the
     same tokens. (SGLang ignores seeds without --enable-deterministic-inference.) `copies`: how many times each task has come
-    before in this step. Its episodes are numbered on, so that they differ from those of its first group."""
+    before in this step. Its episodes then get other seeds."""
     groups = [Group(task, k, []) for task, k in zip(tasks, ks, strict=True)]
     copies = copies or [0] * len(groups)
     preparing = ThreadPoolExecutor(8, "prompt")

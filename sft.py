@@ -198,8 +198,8 @@ def count_tokens(dialogue: Dialogue, cfg: SFTConfig, renderer: Renderer, videos:
 
 
 def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tools: list[dict]) -> Trajectory:
-    """Encode a dialogue as a row, with mask 1 on the assistant's tokens only. It shares its prompt with no other row, so it
-    continues an empty one."""
+    """Encode a dialogue as a row, with mask 1 on the assistant's tokens only. Rows of SFT share no prompt, so all
+    tokens are the row's own."""
     refuse_calls_of_other_tools(dialogue, tools if dialogue.agent == "main" else [])
     prompts, contract = renderer.prompts, renderer.contract
     clips = [media.frames(videos, contract) for media in dialogue.media]
@@ -245,7 +245,7 @@ def read_calls(dialogue: Dialogue) -> list[Call]:
 
 
 def list_oddities(dialogue: Dialogue) -> list[str]:
-    """List what is mostly a mistake. SFT trains on it all the same, because a loose format can be taught on purpose."""
+    """List likely mistakes. SFT trains on such a row all the same, because a loose format can be taught on purpose."""
     calls = read_calls(dialogue)
     parts = list(dialogue.media)
     replies = 0

@@ -82,9 +82,9 @@ class ActiveCallers:
     """Tells the engine how many threads can still call it. The in-process engine starts a batch once that many requests wait.
     If the number is too low, batches depend on timing. If it is too high, the engine waits forever.
 
-    The number is that of the unfinished jobs, within two bounds. A pool of `at_once` threads runs no more jobs at once. A `nested`
-    pool's jobs take the place of the thread that waits for them. With 8 episodes, one of which makes 3 calls, 8 - 1 + 3 = 10
-    threads can call. When the last of the 3 ends, the episode's own thread counts again: 8."""
+    The number is that of the unfinished jobs, within two bounds. A pool of `at_once` threads runs no more jobs at once. Callers
+    are threads that may still send a request. An episode that waits for its 3 calls does not count, but its calls (`nested`)
+    do: with 8 episodes, 8 - 1 + 3 = 10. When the last of the 3 ends, the episode's own thread counts again: 8."""
 
     def __init__(self, engine: Engine, names: Iterable, at_once: int, nested: bool):
         self.engine, self.at_least, self.at_most = engine, int(nested), at_once

@@ -68,8 +68,8 @@ class Request:
 
     @property
     def n_shared(self) -> int:
-        """How many ids are prefilled once for all requests with this prompt. The last id of all is left out: the first token is
-        sampled from its logits."""
+        """The number of ids that are prefilled once for all requests with this prompt. The last id of all is left out: the first
+        token is sampled from its logits."""
         return min(len(self.prompt.ids), len(self) - 1)
 
     def append_sampled(self, token: int, logprob: float, version: int) -> None:

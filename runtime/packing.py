@@ -51,8 +51,8 @@ class Bundle:
 
 
 def bundle_rows(rows: Sequence[Trajectory], budget: int) -> list[Bundle]:
-    """Put rows with the same prompt into bundles of at most `budget` tokens, unless a single row is longer. The next row with
-    that prompt begins a new bundle, which repeats the prompt."""
+    """Put rows with the same prompt into bundles of at most `budget` tokens, unless a single row is longer. A row
+    that does not fit begins a new bundle, which repeats the prompt."""
     bundles: list[Bundle] = []
     newest: dict[Prompt, Bundle] = {}
     for row in rows:

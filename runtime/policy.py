@@ -77,7 +77,7 @@ class PolicyConfig:
 
 
 class PolicyOutput(NamedTuple):
-    """Log-prob and entropy of each target token, and what its row says of it, in the order bundle, row, token. (FSDP2 finds
+    """Log-prob and entropy of each target token, and its row's loss weight and behaviour log-prob, in the order bundle, row, token. (FSDP2 finds
     tensors inside a NamedTuple.)"""
 
     logprobs: Tensor  # fp32 [N]

@@ -116,7 +116,7 @@ def end_process(status: int | str | None) -> NoReturn:
 
 
 def progress_bar(*iterable, **options) -> tqdm:
-    """Return a progress bar. Where it is no terminal, it writes a line a minute."""
+    """Return a progress bar. If the output is not a terminal, it writes one line per minute."""
     if not sys.stderr.isatty():
         options |= {"mininterval": 60.0, "maxinterval": 60.0}
     return tqdm(*iterable, **options)

@@ -61,9 +61,9 @@ def run_memory(run: Path) -> Path:
 
 @contextlib.contextmanager
 def snapshot_folders(run: str | Path, source: Path, images: float = 0.0) -> Iterator[tuple[Path, Path]]:
-    """Yield the folder for snapshots, which all ranks share, and the one for frames of this node. Delete them at the end; after a
-    kill, they stay until the run resumes. All ranks call this while the run holds its lock. `images`: bytes of memory that the
-    servers' images need in addition.
+    """Yield (snapshots, frames): the folder for snapshots, which all ranks share, and this node's folder for frames. Delete them at
+    the end; after a kill, they stay until the run resumes. All ranks call this while the run holds its lock. `images`: bytes of
+    memory that the servers' images need in addition.
 
     Both are the run's folder in memory, or RUN/snapshot if a node's memory has no room or cannot be written. On several nodes,
     snapshots are always in RUN/snapshot."""

@@ -178,7 +178,7 @@ ASKED = [{"role": "user", "content": "q"}, SAID]
         ("{", "messages is not JSON"),
         (None, "`messages` is not a list"),
         ([SAID], "must start with the user"),
-        ([*ASKED, ASKED[1]], "must follow each user turn, and never its own"),
+        ([*ASKED, ASKED[1]], "two of the assistant cannot follow each other"),
         ([{"role": "user", "content": "q"}, {"role": "critic", "content": "a"}], "role 'critic'"),
         ([{"role": "user", "content": [{"type": "audio"}]}, SAID], "neither text, video nor image"),
         ([user("gone.mp4"), SAID], "/nowhere/gone.mp4: no such file"),
