@@ -39,7 +39,7 @@ class MemoryVideos:
 
     def __init__(self, duration: float = 60.0, fps: float = 2.0, size: tuple[int, int] = (64, 64)):
         self.duration, self.times, self.size = duration, np.arange(int(duration * fps)) / fps, size
-        self.opened, self._cache = [], {}
+        self.opened, self._cache, self._lock = [], {}, threading.Lock()
 
     def info(self, path: str) -> VideoInfo:
         self.opened.append(path)
@@ -50,9 +50,10 @@ class MemoryVideos:
     def frames(self, path: str, indices: list[int], size: tuple[int, int]) -> Clip:
         self.info(path)
         key = (path, tuple(indices), size)
-        if key not in self._cache:
-            seed = zlib.crc32(repr(key).encode())
-            self._cache[key] = noise(len(indices), seed, *size).pixels
+        with self._lock:  # as with the real one, threads that ask for the same frames get one array
+            if key not in self._cache:
+                seed = zlib.crc32(repr(key).encode())
+                self._cache[key] = noise(len(indices), seed, *size).pixels
         return Clip(self._cache[key], tuple(self.times[list(indices)].tolist()))
 
     def overview(self, path: str, k: int, size_rule) -> Clip:
