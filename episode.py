@@ -92,7 +92,7 @@ CALL_ERRORS = ("unparseable", "unknown_tool", "bad_arguments", "over_limit", "ti
 
 @dataclass(frozen=True)
 class Call:
-    """One tool call of the main agent. rollout.run_calls adds the fields from `text` on, unless it could not be parsed."""
+    """One tool call of the main agent. The rollout adds the fields from `text` on, unless it could not be parsed."""
 
     turn: int  # the assistant's turn that makes the call; 0 is the first
     name: str  # name and arguments are as the model wrote them
@@ -102,6 +102,7 @@ class Call:
     window: tuple[float, float] | None = None  # seconds, after clamping
     seconds: float = 0.0  # wall-clock, including the sub-agent's report
     subagent: Trajectory | None = None  # the sub-agent that answered
+    frames: list[Clip] = field(default_factory=list, compare=False)  # that the main agent itself sees; not in records
 
 
 @dataclass
@@ -182,7 +183,9 @@ def dump(episode: Episode, file: TextIO, readable: Callable[[list[int]], str]) -
     `readable(ids)` returns the text."""
     calls = []
     for call in episode.calls:
-        calls.append(vars(call) | {"subagent": call.subagent and record_of(call.subagent, readable)})
+        called = vars(call) | {"subagent": call.subagent and record_of(call.subagent, readable)}
+        del called["frames"]
+        calls.append(called)
     record = vars(episode) | {"task": vars(episode.task), "main": record_of(episode.main, readable), "calls": calls}
     file.write(json.dumps(record) + "\n")
     file.flush()

@@ -39,6 +39,7 @@ from tools import ClipForSubagent, ToolError, parse_calls, refuse_unknown_tools,
 
 # Texts that the main agent reads when a call did not run to its end, or when no more calls are allowed.
 GIVEN_UP = "This call took too long and was given up."
+UNREADABLE = "This part of the video could not be read."
 OVER_LIMIT = "This call was not run: at most {} calls may run in one turn."
 NO_CALLS_LEFT = "No calls are left. Give the final answer now."
 MIN_TURN_TOKENS = 16  # room that the context must have left for another turn
@@ -96,15 +97,6 @@ class RolloutConfig(EngineConfig):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
 
-    @property
-    def call_limits(self) -> tuple[int, int]:
-        """The number of turns that may call tools, and of calls per turn."""
-        if self.dispatch == "none":
-            return 0, 0
-        if self.dispatch == "sequential":
-            return self.max_turns * self.max_calls, 1
-        return self.max_turns, self.max_calls
-
 
 @dataclass(frozen=True)
 class AgentContext:
@@ -130,6 +122,41 @@ class Stopped(Exception):
 def derive_seed(*parts: Any) -> int:
     """Hash the parts to a seed, the same in every process."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big") >> 1
+
+
+# ------------------------------------------------------------------------------------------------ the flow of an episode
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What happens between two turns of a model. agent_flow is our agent's; evals/protocols.py has those of other models."""
+
+    rounds: int  # turns that may call tools; one more turn answers
+    calls_per_turn: int  # that run; further calls get an error text
+    find_calls: Callable[[str, int], list[Call]]  # (text of a turn, its number) -> its calls
+    # Run a call, with a seed, and return it with its outcome. It may raise a ToolError or a VideoError.
+    use_tool: Callable[[AgentContext, Episode, Call, int], Call]
+    # (calls with their outcomes, was this the last round?) -> the contents of the messages that the model reads next
+    reply: Callable[[list[Call], bool], list[list]]
+    role: str = "tool"  # of these messages
+    closing: str = ""  # a turn also ends with this text
+    think_prefix: bool = False  # force `<think>` at the start of each turn
+
+
+def agent_flow(cfg: RolloutConfig) -> Flow:
+    """Return the flow of our agent."""
+    rounds = cfg.max_turns
+    calls_per_turn = cfg.max_calls
+    closing = ""
+    if cfg.dispatch == "none":
+        rounds = 0
+    if cfg.dispatch == "sequential":  # one call per turn, and as many in all
+        rounds = cfg.max_turns * cfg.max_calls
+        calls_per_turn = 1
+        closing = "</tool_call>"
+    return Flow(
+        rounds, calls_per_turn, parse_calls, look_closely, report_all, closing=closing, think_prefix=cfg.think_prefix
+    )
 
 
 # ------------------------------------------------------------------------------------------------ one episode
@@ -161,27 +188,28 @@ def overview(task: Task, k: int, videos: Videos, contract: VisualContract) -> li
     return [videos.overview(path, share, contract.frame_size) for path, share in zip(task.videos, shares)]
 
 
-def run_episode(context: AgentContext, task: Task, k: int, prompt: Prompt, seed: int) -> Episode:
-    """Run one episode: the main agent calls tools and reads their results until it answers."""
+def run_episode(
+    context: AgentContext, task: Task, k: int, prompt: Prompt, seed: int, flow: Flow | None = None
+) -> Episode:
+    """Run one episode: the main agent calls tools and reads their results until it answers. `flow`: None is our agent's."""
     started = time.perf_counter()
+    flow = flow or agent_flow(context.cfg)
     main = Trajectory(prompt)
     episode = Episode(task, k, main, seed=seed)
-    turns_with_calls, calls_per_turn = context.cfg.call_limits
     try:
-        for turn in range(turns_with_calls + 1):
+        for turn in range(flow.rounds + 1):
             # The agent thinks, and then calls tools or answers.
-            text = sample_main_turn(context, main, derive_seed(seed, turn))
+            text = sample_main_turn(context, main, flow, derive_seed(seed, turn))
             context.observe("turn", text)
-            calls = parse_calls(text, turn)
+            calls = flow.find_calls(text, turn)
             # A turn without calls is the answer. Calls in the last turn, or in a turn that was cut off, do not run.
-            if not calls or turn == turns_with_calls or main.finish == "length":
+            if not calls or turn == flow.rounds or main.finish == "length":
                 break
             # All calls of the turn run at the same time.
-            calls, contents = run_calls(context, task, calls, calls_per_turn, derive_seed(seed, turn, "calls"))
+            calls = run_calls(context, flow, episode, calls, derive_seed(seed, turn, "calls"))
             # The agent reads all results in one turn, in call order.
-            if turn == turns_with_calls - 1:
-                contents[-1].append(f"\n{NO_CALLS_LEFT}")
-            if not append_rendered(context, main, context.renderer.continuation(contents)):
+            contents = flow.reply(calls, turn == flow.rounds - 1)
+            if not append_rendered(context, main, context.renderer.continuation(contents, flow.role)):
                 break  # it never reads these results, so the calls do not count
             episode.calls += calls
     except (EngineError, VideoError, Stopped) as error:
@@ -229,18 +257,29 @@ def append_rendered(context: AgentContext, trajectory: Trajectory, delta: Render
     return True
 
 
-def sample_main_turn(context: AgentContext, main: Trajectory, seed: int) -> str:
+def sample_main_turn(context: AgentContext, main: Trajectory, flow: Flow, seed: int) -> str:
     """Append one sampled turn to the main agent's trajectory. Return its text, including a forced <think>."""
     cfg, renderer = context.cfg, context.renderer
     start = len(main.ids)
-    if cfg.think_prefix:
+    if flow.think_prefix:
         append_given(main, renderer.think_prefix)
+
+    # An engine stops at a closing tag that is one token.
+    closing = tuple(renderer.encode(flow.closing))
     stop = renderer.ends_of_turn
-    if cfg.dispatch == "sequential":
-        stop += (renderer.end_of_call,)
+    if len(closing) == 1:
+        stop += closing
     sample_turn(context, main, cfg.max_new_tokens, cfg.temperature, seed, stop)
+
+    # The turn is cut after a longer one.
+    text = renderer.decode(main.ids[start:])
+    if len(closing) > 1 and flow.closing in text:
+        text = text[: text.index(flow.closing) + len(flow.closing)]
+        spans = renderer.offsets(main.ids[start:])
+        kept = sum(first < len(text) for first, _ in spans)  # tokens that begin in the text
+        end_turn_at(main, start + kept)
     main.turns.append((start, len(main.ids)))
-    return renderer.decode(main.ids[start:])
+    return text
 
 
 def sample_turn(
@@ -275,66 +314,63 @@ def sample_turn(
 # ------------------------------------------------------------------------------------------------ its calls in parallel
 
 
-def run_calls(
-    context: AgentContext, task: Task, calls: list[Call], allowed: int, seed: int
-) -> tuple[list[Call], list[list]]:
-    """Run the calls of one turn in parallel. Return them with their outcomes, and the content that the main agent reads for
-    each, both in call order."""
-    # Calls that could not be parsed already have their error. Of the others, run the first `allowed`.
+def run_calls(context: AgentContext, flow: Flow, episode: Episode, calls: list[Call], seed: int) -> list[Call]:
+    """Run the calls of one turn in parallel. Return them with their outcomes, in call order."""
+    # Calls that could not be parsed already have their error. Of the others, run the first `calls_per_turn`.
     jobs = {}
     for i, call in enumerate(calls):
-        if not call.error and len(jobs) < allowed:
-            jobs[i] = functools.partial(run_call, context, task, call, derive_seed(seed, i))
+        if not call.error and len(jobs) < flow.calls_per_turn:
+            jobs[i] = functools.partial(run_call, context, flow, episode, call, derive_seed(seed, i))
     # This thread is itself an episode's. A call may hang: it is given up after `call_timeout` seconds.
-    results = run_all(context.engine, jobs, at_once=len(jobs), timeout=context.cfg.call_timeout, nested=True)
+    finished = run_all(context.engine, jobs, at_once=len(jobs), timeout=context.cfg.call_timeout, nested=True)
 
-    # Give each call its outcome. `run_call` has reported those that ran.
-    outcomes, contents = [], []
+    # Give the other calls their outcome.
+    outcomes = []
     for i, call in enumerate(calls):
-        clips = []
-        if i in results:
-            call, clips = results[i]
-        elif i in jobs:
+        if i in finished:
+            outcomes.append(finished[i])
+            continue
+        if i in jobs:
             call = replace(call, error="timeout", text=GIVEN_UP, seconds=context.cfg.call_timeout)
         elif not call.error:
-            call = replace(call, error="over_limit", text=OVER_LIMIT.format(allowed))
-        if i not in results:
-            context.observe("report", call)
+            call = replace(call, error="over_limit", text=OVER_LIMIT.format(flow.calls_per_turn))
+        context.observe("report", call)
         outcomes.append(call)
-        contents.append([*clips, call.text])  # the main agent reads frames, if it gets any, and then the text
-    return outcomes, contents
+    return outcomes
 
 
-def run_call(context: AgentContext, task: Task, call: Call, seed: int) -> tuple[Call, list[Clip]]:
-    """Run one call in its thread. Failures of the model, the video or the tool become the call's text. Return the call with
-    its outcome, and the frames that the main agent gets (`tool_return: frames`)."""
+def run_call(context: AgentContext, flow: Flow, episode: Episode, call: Call, seed: int) -> Call:
+    """Run one call in its thread, and return it with its outcome. Failures of the tool or the video become its text."""
     started = time.perf_counter()
-    error = ""
-    window = None
-    subagent = None
-    frames_for_main = []
     try:
-        result = run_tool(call, task, context.cfg.tools, context.videos, context.renderer.contract)
-        if isinstance(result, str):
-            text = result
-        else:
-            window = result.window
-            context.observe("clip", replace(call, window=window))
-            if context.cfg.tool_return == "frames":
-                frames_for_main = [result.frames]
-                text = f"{len(result.frames)} frames from {window[0]:.1f} s to {window[1]:.1f} s"
-            else:
-                subagent, text = ask_subagent(context, result, seed)
+        call = flow.use_tool(context, episode, call, seed)
     except ToolError as problem:
-        error, text = problem.kind, str(problem)
+        call = replace(call, error=problem.kind, text=str(problem))
+    except VideoError:
+        call = replace(call, error="failed", text=UNREADABLE)
+    call = replace(call, seconds=time.perf_counter() - started)
+    context.observe("report", call)
+    return call
+
+
+def look_closely(context: AgentContext, episode: Episode, call: Call, seed: int) -> Call:
+    """Run the tool. A sub-agent looks at the frames that it returns, or with `tool_return: frames`, the main agent."""
+    result = run_tool(call, episode.task, context.cfg.tools, context.videos, context.renderer.contract)
+    if isinstance(result, str):
+        return replace(call, text=result)
+    call = replace(call, window=result.window)
+    context.observe("clip", call)
+    if context.cfg.tool_return == "frames":
+        start, end = result.window
+        text = f"{len(result.frames)} frames from {start:.1f} s to {end:.1f} s"
+        return replace(call, text=text, frames=[result.frames])
+    try:
+        subagent, report = ask_subagent(context, result, seed)
     except EngineError as problem:
         # Rare, because a lost request goes to another server. The main agent goes on without this report.
         log.warning("a sub-agent could not answer: %s", problem)
-        error, text = "engine", "The sub-agent could not answer."
-    seconds = time.perf_counter() - started
-    call = replace(call, text=text, error=error, window=window, seconds=seconds, subagent=subagent)
-    context.observe("report", call)
-    return call, frames_for_main
+        return replace(call, text="The sub-agent could not answer.", error="engine")
+    return replace(call, text=report, subagent=subagent)
 
 
 def ask_subagent(context: AgentContext, clip: ClipForSubagent, seed: int) -> tuple[Trajectory, str]:
@@ -363,6 +399,14 @@ def subagent_prompt(context: AgentContext, clip: ClipForSubagent) -> Prompt:
         with context.prompt_lock:  # the first of those that render it at the same time makes it
             prompt = context.subagent_prompts.setdefault(shown, rendered)
     return prompt
+
+
+def report_all(calls: list[Call], last: bool) -> list[list]:
+    """Answer each call by its frames, if it has any, and its text."""
+    contents = [[*call.frames, call.text] for call in calls]
+    if last:
+        contents[-1].append(f"\n{NO_CALLS_LEFT}")
+    return contents
 
 
 # ------------------------------------------------------------------------------------------------ many episodes

@@ -72,7 +72,7 @@ class Tool:
 
 # Add your tool here: a function like crop_video and an entry in TOOLS. choose_video, read_window, read_time and
 # read_number (below) read and check arguments. For any other mistake of the model, raise ToolError. A tool that returns
-# something else than frames or a text needs its own branch in _check_result, rollout.run_call and study.report.decode_frames.
+# something else than frames or a text needs its own branch in _check_result, rollout.look_closely and study.report.decode_frames.
 
 
 def crop_video(task: Task, arguments: dict, videos: Videos, contract: VisualContract) -> ClipForSubagent:
@@ -183,17 +183,15 @@ def read_number(value: Any, name: str) -> float:
 def run_tool(
     call: Call, task: Task, names: tuple[str, ...], videos: Videos, contract: VisualContract
 ) -> ClipForSubagent | str:
-    """Run one parsed call. Mistakes of the model and unreadable files become a ToolError. So do exceptions in the tool's own
-    code, even SystemExit, and invalid results; the first traceback of each type is logged."""
+    """Run one parsed call. Mistakes of the model become a ToolError. So do exceptions in the tool's own code, even SystemExit, and
+    invalid results; the first traceback of each type is logged. A VideoError stays one."""
     if call.name not in names:
         raise ToolError("unknown_tool", f"There is no tool {ascii(call.name)[:60]}; there is {', '.join(names)}.")
     try:
         arguments = copy.deepcopy(call.arguments)  # a tool may change them, but not the record
         return _check_result(TOOLS[call.name].run(task, arguments, videos, contract), contract)
-    except ToolError:
+    except (ToolError, VideoError):
         raise
-    except VideoError:
-        raise ToolError("failed", "This part of the video could not be read.") from None
     except (Exception, SystemExit) as error:
         if (call.name, type(error)) not in _logged:
             _logged.add((call.name, type(error)))

@@ -2,15 +2,15 @@
 
     episode, answer = run_protocol(context, item, k, seed, Prompting("video_zoomer"))
 
-    agent                   our agent, as in training: rollout.run_episode
+    agent                   our agent, as in training
     direct, think, ...      one turn without tools; seven prompts (VideoRFT: video_r1). rewatch_r1 has its own overview
     conan                   names clips, and gets their unseen frames in a user turn
     longvt                  calls crop_video, and gets the frames themselves in the tool turn
     video_zoomer            requests one segment per turn, at a frame rate of its choice
 
-Each is a function in FLOWS, except those of one turn. Flows, limits and formats follow the models' own code; the stamps and sizes
-of frames are in each model's config. The prompts in protocols.yaml are **ours**. Other words give other scores; a `prompt_file`
-supplies the words of a model's authors.
+All run in rollout.run_episode; PROTOCOLS has what differs. Flows, limits and formats follow the models' own code; the stamps and
+sizes of frames are in each model's row. The prompts in protocols.yaml are **ours**. Other words give other scores; a
+`prompt_file` supplies the words of a model's authors.
 
 Deliberately missing: top-p, repetition penalties, SAGE's tools, and the video channel: a model that was trained on a video's
 positions reads stamps instead.
@@ -20,40 +20,28 @@ import functools
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
-from episode import NO_PROMPT, Call, Episode, Task, Trajectory
+from episode import NO_PROMPT, Call, Episode, Prompt, Task, Trajectory
 from evals.benchmarks import Item, with_subtitles
 from rewards import turn_texts
-from rollout import (
-    AgentContext,
-    Stopped,
-    append_rendered,
-    derive_seed,
-    end_turn_at,
-    render_prompt,
-    run_episode,
-    sample_turn,
-)
+from rollout import AgentContext, Flow, RolloutConfig, agent_flow, render_prompt, run_episode
 from runtime.answers import ANSWER, LETTERS, final_answer, last_answer, parse_span, unboxed
 from runtime.config import read_tree
-from runtime.engine import EngineError
 from runtime.prompts import Live
-from runtime.render import clock
+from runtime.render import END_OF_TURN, Renderer, clock
 from runtime.video import Clip, VideoError, VideoInfo, uniform_indices
 from runtime.visual import ContractError
 from tools import MAX_DEPTH, ToolError, is_deeper, parse_calls, read_number, run_tool
 
-Protocol = Literal[
-    "agent", "direct", "think", "video_r1", "videochat_r1", "time_r1", "rewatch_r1",
-    "video_thinker", "conan", "longvt", "video_zoomer",
-]  # fmt: skip
 WORDS = read_tree(Path(__file__).with_suffix(".yaml"))  # protocol -> name -> text
 PLACE = re.compile(r"(\{\{\w+\}\}|\{\w+\})")  # {question}, or {{word}} for the word in braces
 
@@ -62,7 +50,10 @@ PLACE = re.compile(r"(\{\{\w+\}\}|\{\w+\})")  # {question}, or {{word}} for the 
 class Prompting:
     """How one model is asked."""
 
-    protocol: Protocol = "agent"
+    protocol: Literal[
+        "agent", "direct", "think", "video_r1", "videochat_r1", "time_r1", "rewatch_r1",
+        "video_thinker", "conan", "longvt", "video_zoomer",
+    ] = "agent"  # fmt: skip
     """agent: our own. Only agent uses the rollout's tools, dispatch, turns and think_prefix."""
     prompt_file: str = ""
     """A YAML file of `name: text`, with names as in protocols.yaml. Texts of the model's authors replace ours."""
@@ -75,48 +66,91 @@ class Prompting:
         return read_words(self.protocol, self.prompt_file)
 
 
-# Frames per second of the overview, at most K frames in all. All other protocols have K frames.
-OVERVIEW_FPS = {"rewatch_r1": 2.0, "longvt": 1.0, "video_zoomer": 0.5}
-
-
 def run_protocol(context: AgentContext, item: Item, k: int, seed: int, cfg: Prompting) -> tuple[Episode, str | None]:
-    """Make one attempt. Return the episode and the text to grade (None: no answer). An error that a model or a file can
-    cause becomes the episode's error, and the turns before it are kept."""
+    """Ask one item. Return the episode and the text to grade (None: no answer). An error that a model or a file can cause becomes
+    the episode's error, and the turns before it are kept."""
     task = item.task
-    if len(task.videos) != 1 and cfg.protocol != "agent":
+    ours = cfg.protocol == "agent"
+    protocol = PROTOCOLS[cfg.protocol]
+    if len(task.videos) != 1 and not ours:
         raise ValueError(f"task {task.id} has {len(task.videos)} videos: the protocol {cfg.protocol!r} takes only one")
-    attempt = Attempt(context, Episode(task, k, Trajectory(NO_PROMPT), seed=seed), cfg)
-    answer = None
     started = time.perf_counter()
     try:
+        info = context.videos.info(task.videos[0])
+
         # Sample the overview, and give the question the subtitles of its frames.
         frames = []
-        if item.subtitles or cfg.protocol != "agent":  # run_episode samples the agent's overview itself
-            info = attempt.info
+        if item.subtitles or not ours:  # render_prompt samples the agent's overview itself
             size = context.renderer.contract.frame_size(info.width, info.height)
-            frames = [context.videos.frames(info.path, overview_indices(info, k, cfg.protocol), size)]
+            frames = [context.videos.frames(info.path, overview_indices(info, k, protocol.overview_fps), size)]
             task = with_subtitles(item, frames[0].times)
-            attempt.episode.task = task
 
-        # Fill `request`, the text of the task's kind, and run the protocol.
-        attempt.values = values_of(task, item.caption, attempt.info.duration) | {"frames": frames}
-        attempt.values["request"] = attempt.fill(task.kind)
-        answer = FLOWS.get(cfg.protocol, _one_turn)(attempt)
-    except (EngineError, VideoError, Stopped) as error:
-        attempt.episode.fail(error)
-    attempt.episode.seconds = time.perf_counter() - started
-    return attempt.episode, answer or None
+        # Write the prompt. `request` is the text of the task's kind; our agent reads it in place of the question.
+        words = Words(cfg.texts, values_of(task, item.caption, info.duration) | {"frames": frames})
+        request = words.fill(task.kind)
+        words = replace(words, values=words.values | {"request": request})
+        if ours:
+            prompt = render_prompt(replace(task, question="".join(request)), k, context)
+        else:
+            prompt = write_prompt(words, context.renderer)
+        episode = run_episode(context, task, k, prompt, seed, protocol.flow(words))
+    except VideoError as error:
+        episode = Episode(task, k, Trajectory(NO_PROMPT), seed=seed)
+        episode.fail(error)
+    episode.seconds = time.perf_counter() - started
+    if episode.error_kind:
+        return episode, None
+    return episode, protocol.read_answer(turn_texts(episode.main, context.renderer)) or None
 
 
-def overview_indices(info: VideoInfo, k: int, protocol: Protocol) -> Sequence[int]:
-    """Choose the overview: frames at the protocol's rate, or K uniform ones if it has no rate or would exceed K."""
-    fps = OVERVIEW_FPS.get(protocol)
+def overview_indices(info: VideoInfo, k: int, fps: float) -> Sequence[int]:
+    """Choose the overview: frames at this rate, or K uniform ones if it is 0 or gives more than K."""
     if fps:
         every = max(1, round(info.n_frames / max(info.duration, 1e-9) / fps))
         at_rate = range(0, info.n_frames, every)
         if len(at_rate) <= k:
             return at_rate
     return uniform_indices(info.n_frames, k)
+
+
+# ------------------------------------------------------------------------------------------------ the words of a protocol
+
+
+@dataclass(frozen=True)
+class Words:
+    """The texts of a protocol, and what an item puts into their {places}."""
+
+    texts: dict[str, str]
+    values: dict[str, str | list]
+
+    def fill(self, name: str, **more: str | list) -> list:
+        """Return the text of this name as parts of a message. The values of its places may come from outside, so they
+        are inert: they cannot become control tokens."""
+        values = self.values | more
+        parts = []
+        for piece in PLACE.split(self.texts[name]):
+            inner = piece[1:-1]
+            if not PLACE.fullmatch(piece):
+                parts.append(Live(piece))
+            elif inner.startswith("{"):  # {{word}}
+                parts.append(Live(inner))
+            elif isinstance(values[inner], list):
+                parts += values[inner]
+            else:
+                parts.append(values[inner])
+        return parts
+
+
+def write_prompt(words: Words, renderer: Renderer) -> Prompt:
+    """Open a conversation, with a system message and a tool if the protocol has such texts."""
+    messages = [{"role": "user", "content": words.fill("user")}]
+    if "system" in words.texts:
+        messages.insert(0, {"role": "system", "content": words.fill("system")})
+    tools = [json.loads(words.texts["tool"])] if "tool" in words.texts else None
+    prompt = renderer.prompt(messages, tools)
+    if tools and prompt.ids == renderer.prompt(messages).ids:
+        raise ContractError("the chat template renders no tools: put its authors' into chat_template.jinja")
+    return prompt
 
 
 def values_of(task: Task, caption: str, duration: float) -> dict[str, str | list]:
@@ -138,291 +172,6 @@ def values_of(task: Task, caption: str, duration: float) -> dict[str, str | list
         "clock": clock(duration),
     }
 
-
-# ------------------------------------------------------------------------------------------------ an attempt
-
-
-class Shown(NamedTuple):
-    """What a call shows to the model."""
-
-    parts: list  # of a message
-    window: tuple[float, float] | None = None  # seconds
-    text: str = ""  # for the record of the call
-
-
-@dataclass
-class Attempt:
-    """An attempt at one item. A flow calls `converse`, its reply to a turn `run_call` and `fill`, and the work of a call `decode`:
-    _conan -> converse -> _show_clips -> run_call -> _retrieve -> decode. Flows of one turn call `sample` themselves."""
-
-    context: AgentContext
-    episode: Episode  # grows turn by turn
-    cfg: Prompting
-    values: dict[str, str | list] = field(default_factory=dict)  # {place} -> what replaces it
-
-    @property
-    def info(self) -> VideoInfo:
-        return self.context.videos.info(self.episode.task.videos[0])
-
-    def fill(self, name: str, **more: str | list) -> list:
-        """Return the text of this name as parts of a message. The values of its places may come from outside, so they
-        are inert: they cannot become control tokens."""
-        values = self.values | more
-        parts = []
-        for piece in PLACE.split(self.cfg.texts[name]):
-            inner = piece[1:-1]
-            if not PLACE.fullmatch(piece):
-                parts.append(Live(piece))
-            elif inner.startswith("{"):  # {{word}}
-                parts.append(Live(inner))
-            elif isinstance(values[inner], list):
-                parts += values[inner]
-            else:
-                parts.append(values[inner])
-        return parts
-
-    def open_conversation(self) -> Trajectory:
-        """Open a conversation, with a system message and a tool if the protocol has such texts."""
-        texts = self.cfg.texts
-        messages = [{"role": "user", "content": self.fill("user")}]
-        if "system" in texts:
-            messages.insert(0, {"role": "system", "content": self.fill("system")})
-        tools = [json.loads(texts["tool"])] if "tool" in texts else None
-        renderer = self.context.renderer
-        prompt = renderer.prompt(messages, tools)
-        if tools and prompt.ids == renderer.prompt(messages).ids:
-            raise ContractError("the chat template renders no tools: put its authors' into chat_template.jinja")
-        return Trajectory(prompt)
-
-    def converse(
-        self, turns: int, reply: Callable[["Attempt", str, int], list[list]], role: str = "user", closing: str = ""
-    ) -> list[str]:
-        """Sample up to `turns` turns, and return their texts. After each but the last, `reply(attempt, text, turn)` runs the
-        calls of the turn and returns what the model gets in messages of this role. Without calls it returns nothing, and the
-        conversation ends."""
-        main = self.episode.main = self.open_conversation()
-        texts = [self.sample(closing)]
-        for turn in range(turns - 1):
-            if main.finish == "length":
-                break
-            contents = reply(self, texts[-1], turn)
-            if not contents:
-                break
-            delta = self.context.renderer.continuation(contents, role)
-            if not append_rendered(self.context, main, delta):
-                break  # the context has no room for it
-            texts.append(self.sample(closing))
-        return texts
-
-    def sample(self, closing: str = "") -> str:
-        """Sample the next turn, append it and return its text. If the text contains `closing`, the turn ends there."""
-        renderer = self.context.renderer
-        cfg = self.context.cfg
-        trajectory = self.episode.main
-        start = len(trajectory.ids)
-        seed = derive_seed(self.episode.seed, len(trajectory.turns))
-        sample_turn(self.context, trajectory, cfg.max_new_tokens, cfg.temperature, seed, renderer.ends_of_turn)
-        ids = trajectory.ids[start:]
-        if trajectory.finish == "stop":
-            ids = ids[:-1]  # without the end of turn
-        text = renderer.decode(ids)
-        if closing and closing in text:
-            text = text[: text.index(closing) + len(closing)]
-            kept = sum(first < len(text) for first, _ in renderer.offsets(ids))  # tokens that begin in the text
-            end_turn_at(trajectory, start + kept)
-        trajectory.turns.append((start, len(trajectory.ids)))
-        return text
-
-    def run_call(self, call: Call, work: Callable[["Attempt", Call], Shown]) -> list:
-        """Run and record one call. Return what the model reads: the parts that `work` shows, or the text of an error. A call
-        that failed has no window."""
-        started = time.perf_counter()
-        shown = Shown([call.text], text=call.text)
-        error = call.error
-        try:
-            if not error:
-                shown = work(self, call)
-        except ToolError as problem:
-            error = problem.kind
-            shown = Shown([str(problem)], text=str(problem))
-        except VideoError:
-            error = "failed"
-            text = "The tool failed: it could not read this part of the video."
-            shown = Shown([text], text=text)
-        seconds = time.perf_counter() - started
-        self.episode.calls.append(replace(call, window=shown.window, text=shown.text, error=error, seconds=seconds))
-        return shown.parts
-
-    def decode(self, indices: Sequence[int]) -> Clip:
-        """Decode the frames that a tool shows."""
-        info = self.info
-        size = self.context.renderer.contract.crop_size(info.width, info.height)
-        return self.context.videos.frames(info.path, indices, size)
-
-
-def within(info: VideoInfo, start: float, end: float) -> tuple[float, float]:
-    """Clamp a window to the video."""
-    return min(max(start, 0.0), info.duration), min(max(end, 0.0), info.duration)
-
-
-# ------------------------------------------------------------------------------------------------ agent, and one turn
-
-
-def _agent(attempt: Attempt) -> str | None:
-    """Run our agent as in training. Its prompt has the request in place of the question."""
-    episode = attempt.episode
-    asked = replace(episode.task, question="".join(attempt.values["request"]))
-    prompt = render_prompt(asked, episode.k, attempt.context)
-    attempt.episode = run_episode(attempt.context, episode.task, episode.k, prompt, episode.seed)
-    return final_answer(turn_texts(attempt.episode.main, attempt.context.renderer))
-
-
-def _one_turn(attempt: Attempt) -> str | None:
-    """Ask once. The whole reply to `direct` is the answer. All others ask for tags."""
-    attempt.episode.main = attempt.open_conversation()
-    text = attempt.sample()
-    if attempt.cfg.protocol == "direct":
-        return final_answer([text], "prose")
-    return last_answer(text)
-
-
-# ------------------------------------------------------------------------------------------------ conan
-
-CONAN_TURNS = 3
-CONAN_FRAMES = 8  # per turn
-
-
-def _conan(attempt: Attempt) -> str | None:
-    """The model may name clips: a user turn shows it frames of them."""
-    return last_answer(attempt.converse(CONAN_TURNS, _show_clips)[-1])
-
-
-def _show_clips(attempt: Attempt, text: str, turn: int) -> list[list]:
-    call = parse_clips(text, turn)
-    if not call:
-        return []
-    frames = attempt.run_call(call, _retrieve)
-    name = "last" if turn == CONAN_TURNS - 2 else "more"
-    return [attempt.fill(name, frames=frames)]
-
-
-def parse_clips(text: str, turn: int) -> Call | None:
-    """Read the last <clip> of a turn."""
-    wanted = "".join(re.findall(r"<clip>(.*?)</clip>", text, re.S)[-1:]).strip()
-    return Call(turn, "clip", {"clips": wanted}) if wanted else None
-
-
-def _retrieve(attempt: Attempt, call: Call) -> Shown:
-    """Show frames of the clips, evenly spread over those not seen yet."""
-    spans = [parse_span(clip) for clip in re.split(r"[,;\n]", call.arguments["clips"])]
-    if None in spans:
-        raise ToolError("unparseable", "The clips could not be read. Write HH:MM:SS-HH:MM:SS,HH:MM:SS-HH:MM:SS.")
-    info = attempt.info
-    seen = {t for clip in attempt.episode.main.clips for t in clip.times}
-    new = []
-    for i, t in enumerate(info.times.tolist()):
-        # Count in whole seconds, like the stamps: 00:00:07 is any frame from 7.0 to 7.9 seconds.
-        inside = any(start - 1 < int(t) <= end for start, end in spans)
-        if inside and t not in seen:
-            new.append(i)
-    if not new:
-        raise ToolError("bad_arguments", f"There are no unseen frames; the video ends at {clock(info.duration)}.")
-    starts, ends = zip(*spans)
-    window = within(info, min(starts), max(ends))  # spans all clips
-    chosen = [new[j] for j in uniform_indices(len(new), CONAN_FRAMES)]
-    return Shown([attempt.decode(chosen)], window)
-
-
-# ------------------------------------------------------------------------------------------------ longvt
-
-LONGVT_TURNS = 6
-
-
-def _longvt(attempt: Attempt) -> str | None:
-    """The model may call crop_video, several times a turn. A tool turn shows it the frames."""
-    texts = attempt.converse(LONGVT_TURNS, _show_windows, role="tool")
-
-    # Read the answer as its authors do: the first <answer> of all turns, else the last box, else a number at the end.
-    whole = "\n".join(texts)
-    if answers := ANSWER.findall(whole):
-        return answers[0].strip()
-    if "\\boxed{" in whole:
-        return unboxed(whole)
-    return "".join(re.findall(r"\d+(?:\.\d+)?(?=\W*$)", whole)[:1])
-
-
-def _show_windows(attempt: Attempt, text: str, turn: int) -> list[list]:
-    return [attempt.run_call(call, _crop) for call in parse_calls(text, turn)]
-
-
-def _crop(attempt: Attempt, call: Call) -> Shown:
-    """Show the frames of a window, and say which they are."""
-    context = attempt.context
-    clip = run_tool(call, attempt.episode.task, ("crop_video",), context.videos, context.renderer.contract)
-    start, end = clip.window
-    parts = attempt.fill("shown", count=str(len(clip.frames)), start=f"{start:.1f}", end=f"{end:.1f}")
-    return Shown([clip.frames, *parts], clip.window, "".join(parts))
-
-
-# ------------------------------------------------------------------------------------------------ video_zoomer
-
-ZOOM_TURNS = 5
-ZOOM_FRAMES = 16  # per request
-ZOOM_END = "</video_zoom>"
-
-
-def _video_zoomer(attempt: Attempt) -> str | None:
-    """The model may request a segment and a frame rate: a user turn shows it the frames."""
-    texts = attempt.converse(ZOOM_TURNS, _show_segment, closing=ZOOM_END)
-    return unboxed(last_answer("\n".join(texts)) or "")
-
-
-def _show_segment(attempt: Attempt, text: str, turn: int) -> list[list]:
-    call = parse_zoom(text, turn)
-    if not call:
-        return []
-    shown = attempt.run_call(call, _zoom)
-    failed = attempt.episode.calls[-1].error
-    parts = attempt.fill("failed", error=shown) if failed else attempt.fill("found", frames=shown)
-    if turn == ZOOM_TURNS - 2:
-        parts += attempt.fill("last")
-    return [parts]
-
-
-def parse_zoom(text: str, turn: int) -> Call | None:
-    """Read the request that ends a turn."""
-    if ZOOM_END not in text:
-        return None
-    try:
-        [request] = map(json.loads, re.findall(r"\{.*?\}", text.rpartition("<video_zoom>")[2], re.S))
-        if is_deeper(request, MAX_DEPTH):
-            raise ValueError("nested too deep")
-        start, end = request["segment"]
-        return Call(turn, "video_zoom", {"start": start, "end": end, "fps": request["fps"]})
-    except (ValueError, KeyError, TypeError, RecursionError):
-        reply = 'The request could not be read. Write <video_zoom> {"segment": [start, end], "fps": n} </video_zoom>.'
-        return Call(turn, "video_zoom", {}, text=reply, error="unparseable")
-
-
-def _zoom(attempt: Attempt, call: Call) -> Shown:
-    """Show the requested segment at the requested rate, or nothing if less than one frame is due."""
-    start, end, fps = (read_number(call.arguments[name], name) for name in ("start", "end", "fps"))
-    wanted = max(0.0, fps * (end - start))
-    if wanted >= ZOOM_FRAMES + 1:
-        raise ToolError("bad_arguments", f"At most {ZOOM_FRAMES} frames: take a shorter segment or a lower fps.")
-    window = within(attempt.info, start, end)
-    if wanted < 1:
-        return Shown([], window)
-    first, last = (int(np.abs(attempt.info.times - t).argmin()) for t in window)
-    chosen = np.linspace(first, last, int(wanted)).round().astype(int).tolist()
-    return Shown([attempt.decode(chosen)], window)
-
-
-# Each function adds turns to the episode and returns the text to grade.
-FLOWS = {"agent": _agent, "conan": _conan, "longvt": _longvt, "video_zoomer": _video_zoomer}
-
-
-# ------------------------------------------------------------------------------------------------ the texts
 
 # The places that every text may use, in addition to those in our own text of that name.
 PLACES = {"question", "stem", "options", "caption", "path", "duration", "minutes", "clock"}
@@ -448,3 +197,205 @@ def read_words(protocol: str, prompt_file: str) -> dict[str, str]:
 
 def places_in(text: str) -> set[str]:
     return {piece[1:-1] for piece in PLACE.findall(text) if not piece.startswith("{{")}
+
+
+# ------------------------------------------------------------------------------------------------ what tools show
+
+
+def within(info: VideoInfo, start: float, end: float) -> tuple[float, float]:
+    """Clamp a window to the video."""
+    return min(max(start, 0.0), info.duration), min(max(end, 0.0), info.duration)
+
+
+def decode(context: AgentContext, info: VideoInfo, indices: Sequence[int]) -> Clip:
+    """Decode the frames that a tool shows."""
+    return context.videos.frames(info.path, indices, context.renderer.contract.crop_size(info.width, info.height))
+
+
+# ------------------------------------------------------------------------------------------------ conan
+
+CONAN_FRAMES = 8  # per turn
+
+
+def conan(words: Words) -> Flow:
+    """The model names clips. A user turn shows it frames of them that it has not seen."""
+    return Flow(
+        rounds=2,
+        calls_per_turn=1,
+        find_calls=find_clips,
+        use_tool=show_unseen,
+        reply=partial(reply_to_clips, words),
+        role="user",
+    )
+
+
+def find_clips(text: str, turn: int) -> list[Call]:
+    """Read the last <clip> of a turn."""
+    wanted = "".join(re.findall(r"<clip>(.*?)</clip>", text, re.S)[-1:]).strip()
+    return [Call(turn, "clip", {"clips": wanted})] if wanted else []
+
+
+def show_unseen(context: AgentContext, episode: Episode, call: Call, seed: int) -> Call:
+    """Show frames of the clips, evenly spread over those not seen yet."""
+    spans = [parse_span(clip) for clip in re.split(r"[,;\n]", call.arguments["clips"])]
+    if None in spans:
+        raise ToolError("unparseable", "The clips could not be read. Write HH:MM:SS-HH:MM:SS,HH:MM:SS-HH:MM:SS.")
+    info = context.videos.info(episode.task.videos[0])
+    seen = {t for clip in episode.main.clips for t in clip.times}
+    new = []
+    for i, t in enumerate(info.times.tolist()):
+        # Count in whole seconds, like the stamps: 00:00:07 is any frame from 7.0 to 7.9 seconds.
+        inside = any(start - 1 < int(t) <= end for start, end in spans)
+        if inside and t not in seen:
+            new.append(i)
+    if not new:
+        raise ToolError("bad_arguments", f"There are no unseen frames; the video ends at {clock(info.duration)}.")
+    starts, ends = zip(*spans)
+    chosen = [new[j] for j in uniform_indices(len(new), CONAN_FRAMES)]
+    window = within(info, min(starts), max(ends))  # spans all clips
+    return replace(call, window=window, frames=[decode(context, info, chosen)])
+
+
+def reply_to_clips(words: Words, calls: list[Call], last: bool) -> list[list]:
+    [call] = calls
+    return [words.fill("last" if last else "more", frames=call.frames or [call.text])]
+
+
+# ------------------------------------------------------------------------------------------------ longvt
+
+
+def longvt(words: Words) -> Flow:
+    """The model calls crop_video, as often as it likes. A tool turn shows it the frames."""
+    return Flow(
+        rounds=5,
+        calls_per_turn=sys.maxsize,
+        find_calls=parse_calls,
+        use_tool=partial(show_window, words),
+        reply=partial(reply_with_windows, words),
+    )
+
+
+def show_window(words: Words, context: AgentContext, episode: Episode, call: Call, seed: int) -> Call:
+    clip = run_tool(call, episode.task, ("crop_video",), context.videos, context.renderer.contract)
+    call = replace(call, window=clip.window, frames=[clip.frames])
+    return replace(call, text="".join(describe_frames(words, call)))
+
+
+def reply_with_windows(words: Words, calls: list[Call], last: bool) -> list[list]:
+    """Answer each call by its frames, and say which they are."""
+    contents = []
+    for call in calls:
+        text = [call.text] if call.error else describe_frames(words, call)
+        contents.append([*call.frames, *text])
+    return contents
+
+
+def describe_frames(words: Words, call: Call) -> list:
+    start, end = call.window
+    return words.fill("shown", count=str(len(call.frames[0])), start=f"{start:.1f}", end=f"{end:.1f}")
+
+
+def read_longvt(texts: list[str]) -> str:
+    """Read the answer as its authors do: the first <answer> of all turns, else the last box, else a number at the end."""
+    whole = "\n".join(texts).replace(END_OF_TURN, "")
+    if answers := ANSWER.findall(whole):
+        return answers[0].strip()
+    if "\\boxed{" in whole:
+        return unboxed(whole)
+    return "".join(re.findall(r"\d+(?:\.\d+)?(?=\W*$)", whole)[:1])
+
+
+# ------------------------------------------------------------------------------------------------ video_zoomer
+
+ZOOM_FRAMES = 16  # per request
+ZOOM_END = "</video_zoom>"
+
+
+def video_zoomer(words: Words) -> Flow:
+    """The model requests a segment and a frame rate. A user turn shows it the frames."""
+    return Flow(
+        rounds=4,
+        calls_per_turn=1,
+        find_calls=find_zoom,
+        use_tool=zoom,
+        reply=partial(reply_to_zoom, words),
+        role="user",
+        closing=ZOOM_END,
+    )
+
+
+def find_zoom(text: str, turn: int) -> list[Call]:
+    """Read the request that ends a turn."""
+    if ZOOM_END not in text:
+        return []
+    try:
+        [request] = map(json.loads, re.findall(r"\{.*?\}", text.rpartition("<video_zoom>")[2], re.S))
+        if is_deeper(request, MAX_DEPTH):
+            raise ValueError("nested too deep")
+        start, end = request["segment"]
+        return [Call(turn, "video_zoom", {"start": start, "end": end, "fps": request["fps"]})]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        reply = 'The request could not be read. Write <video_zoom> {"segment": [start, end], "fps": n} </video_zoom>.'
+        return [Call(turn, "video_zoom", {}, text=reply, error="unparseable")]
+
+
+def zoom(context: AgentContext, episode: Episode, call: Call, seed: int) -> Call:
+    """Show the requested segment at the requested rate, or nothing if less than one frame is due."""
+    start, end, fps = (read_number(call.arguments[name], name) for name in ("start", "end", "fps"))
+    wanted = max(0.0, fps * (end - start))
+    if wanted >= ZOOM_FRAMES + 1:
+        raise ToolError("bad_arguments", f"At most {ZOOM_FRAMES} frames: take a shorter segment or a lower fps.")
+    info = context.videos.info(episode.task.videos[0])
+    window = within(info, start, end)
+    if wanted < 1:
+        return replace(call, window=window)
+    first, last = (int(np.abs(info.times - t).argmin()) for t in window)
+    chosen = np.linspace(first, last, int(wanted)).round().astype(int).tolist()
+    return replace(call, window=window, frames=[decode(context, info, chosen)])
+
+
+def reply_to_zoom(words: Words, calls: list[Call], last: bool) -> list[list]:
+    [call] = calls
+    parts = words.fill("failed", error=call.text) if call.error else words.fill("found", frames=call.frames)
+    if last:
+        parts += words.fill("last")
+    return [parts]
+
+
+def read_zoomer(texts: list[str]) -> str:
+    return unboxed(last_answer("\n".join(texts)) or "")
+
+
+# ------------------------------------------------------------------------------------------------ all protocols
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """What differs between the ways to ask."""
+
+    flow: Callable[[Words], Flow | None]  # None: our agent's
+    read_answer: Callable[[list[str]], str | None]  # (texts of all turns) -> the text to grade
+    overview_fps: float = 0.0  # frames per second of the overview, at most K in all; 0: always K
+
+
+def one_turn(words: Words) -> Flow:
+    return agent_flow(RolloutConfig(dispatch="none", think_prefix=False))
+
+
+def read_tagged(texts: list[str]) -> str | None:
+    return last_answer(texts[-1])
+
+
+PROTOCOLS = {
+    "agent": Protocol(lambda words: None, final_answer),
+    "direct": Protocol(one_turn, partial(final_answer, untagged="prose")),
+    "think": Protocol(one_turn, read_tagged),
+    "video_r1": Protocol(one_turn, read_tagged),
+    "videochat_r1": Protocol(one_turn, read_tagged),
+    "time_r1": Protocol(one_turn, read_tagged),
+    "rewatch_r1": Protocol(one_turn, read_tagged, overview_fps=2.0),
+    "video_thinker": Protocol(one_turn, read_tagged),
+    "conan": Protocol(conan, read_tagged),
+    "longvt": Protocol(longvt, read_longvt, overview_fps=1.0),
+    "video_zoomer": Protocol(video_zoomer, read_zoomer, overview_fps=0.5),
+}

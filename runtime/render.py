@@ -100,7 +100,6 @@ class Renderer:
         self._special = _any_of([token.content for token in added if token.special])
         self.image_pad = tokenizer.convert_tokens_to_ids(IMAGE_PAD)
         self.end_of_turn = tokenizer.convert_tokens_to_ids(END_OF_TURN)
-        self.end_of_call = tokenizer.convert_tokens_to_ids("</tool_call>")
         self.think_prefix = self.encode(THINK_PREFIX)
         self._byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
         others = [token for token in ends_of_turn_in(Path(tokenizer.name_or_path)) if token != self.end_of_turn]

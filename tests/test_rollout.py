@@ -403,7 +403,8 @@ PIECES += [END, END, "é\u200b你"]
 
 def check_episode(episode: Episode, renderer, cfg: RolloutConfig) -> None:
     """Check invariants 1-3 and 7-9 of any episode."""
-    rounds, per_round = cfg.call_limits
+    flow = rollout.agent_flow(cfg)
+    rounds, per_round = flow.rounds, flow.calls_per_turn
     assert not episode.error
     for agent in [episode.main, *episode.subagents]:
         check_trajectory(agent, renderer)

@@ -17,7 +17,9 @@ from scripted import END, MemoryVideos, play, turns
 from tiny import CONTRACT
 
 import tools
-from episode import Call, Task, dump
+from episode import NO_PROMPT, Call, Episode, Task, Trajectory, dump
+from rollout import AgentContext, RolloutConfig, agent_flow, run_call
+from runtime.render import Renderer
 from runtime.video import Clip
 from tools import (
     TOOLS,
@@ -247,12 +249,12 @@ def test_the_model_may_ask_for_fewer_frames_or_for_more():
     assert len(crop(start_time=0, end_time=2, num_frames=4).frames) == 4
 
 
-def test_a_bad_video_and_an_unknown_tool_are_texts_for_the_model():
+def test_a_bad_video_and_an_unknown_tool_are_texts_for_the_model(renderer):
     call = parse_calls(call_text(start_time=0, end_time=5))[0]
     task = Task("t", "?", ("/secret/bad.mp4",), "oe", "")
-    with pytest.raises(ToolError) as caught:
-        run_tool(call, task, ("crop_video",), MemoryVideos(), CONTRACT)
-    assert caught.value.kind == "failed" and "secret" not in str(caught.value)
+    context = AgentContext(None, Renderer(renderer.tokenizer, CONTRACT), MemoryVideos(), RolloutConfig())
+    failed = run_call(context, agent_flow(context.cfg), Episode(task, 4, Trajectory(NO_PROMPT)), call, 0)
+    assert failed.error == "failed" and failed.text and "secret" not in failed.text
     call = parse_calls('<tool_call>{"name": "rm\\ud800", "arguments": {}}</tool_call>')[0]
     with pytest.raises(ToolError, match="there is crop_video, look_up") as caught:
         run_tool(call, TASK, ("crop_video", "look_up"), MemoryVideos(), CONTRACT)
