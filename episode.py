@@ -112,7 +112,7 @@ class Episode:
     task: Task
     k: int  # requested overview frames; a shorter video has fewer
     main: Trajectory
-    calls: list[Call] = field(default_factory=list)  # in call order; of our agent, those whose results it read
+    calls: list[Call] = field(default_factory=list)  # in call order: those whose results it read
     seed: int = 0
     seconds: float = 0.0  # wall-clock
     # "" if it ran, else RowError, VideoError, EngineError, Refusal (of an API), Stopped or JudgeError
