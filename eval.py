@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from runtime.checks import refuse_other_run, refuse_other_weights, refuse_template, require_servers, require_writable
 
 from episode import Episode, dump
 from evals import tables
@@ -40,7 +41,6 @@ from rollout import AgentContext, RolloutConfig, derive_seed
 from runtime.answers import final_answer
 from runtime.api import Api, Judge, JudgeError, require_api
 from runtime.checkpoints import on_the_hub, weights_digest
-from runtime.checks import refuse_other_run, refuse_other_weights, refuse_template, require_servers, require_writable
 from runtime.config import ConfigError, refuse_below_1, suggest
 from runtime.dataset import DataError
 from runtime.engine import run_all

@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -38,10 +39,9 @@ from metrics import add_format_metrics, describe
 from rewards import RewardConfig, assign_rewards
 from rollout import AgentContext, RolloutConfig, overview, render_prompt, rollout
 from runtime.api import Judge
-from runtime.checkpoints import load_policy, write_weights
-from runtime.checks import require_servers
+from runtime.checkpoints import load_policy, on_the_hub, write_weights
 from runtime.config import ConfigError, refuse_below_1
-from runtime.dataset import Dataset, Draw
+from runtime.dataset import Dataset, Draw, require_rows
 from runtime.distributed import (
     barrier,
     gather,
@@ -54,13 +54,14 @@ from runtime.distributed import (
     world_size,
 )
 from runtime.engine import Engine, EngineError
-from runtime.open_engine import open_engine
+from runtime.folder import hold_folder, require_folder
+from runtime.open_engine import open_engine, require_servers
 from runtime.packing import Bundle
 from runtime.plan import plan_rl
 from runtime.policy import Policy
-from runtime.render import Renderer
-from runtime.run import Clock, Run, RunConfig, make_optimizer, optimizer_step, require_memory, speed
-from runtime.script import Script, command_line, open_run, run_training
+from runtime.render import Renderer, refuse_template
+from runtime.run import Clock, Run, RunConfig, make_optimizer, optimizer_step, require_memory, require_weights, speed
+from runtime.script import command_line, note_not_looked_up, open_checkpoint, read_all_rows, run_script
 from runtime.servers import IMAGE_BYTES
 from runtime.video import VideoError, Videos
 from runtime.weights import WeightSync, snapshot_folders
@@ -123,10 +124,32 @@ SHOWN = (
 )  # fmt: skip
 
 
-def main(cfg: RLConfig) -> None:
-    """Build the parts of a run, train to the last step, and export the policy."""
+def main(cfg: RLConfig, dry: bool = False) -> None:
+    """Build the parts of a run, train to the last step, and export the policy. A dry run ends before the weights are loaded."""
     init_distributed()
-    with open_run(cfg, SCRIPT) as (source, renderer):
+
+    # Refuse what cannot work, in the order of cost. A dry run may be on another machine than the run.
+    gpus = cfg.plan.gpus if dry else local_size()
+    if dry or torch.cuda.is_available():
+        require_memory(cfg.plan, plan_rl(cfg, gpus))
+    ranks = gpus if dry else world_size()
+    if cfg.batch_tasks < ranks:
+        raise ConfigError(f"batch_tasks = {cfg.batch_tasks}: each of {ranks} ranks needs a task; raise it")
+    if not dry or torch.cuda.is_available() or not cfg.rollout.server_gpus:
+        require_servers(cfg.rollout, gpus)
+    require_folder(cfg)
+    require_rows(parse_task, cfg.data, cfg.val)
+    if dry and on_the_hub(cfg.policy.checkpoint):
+        note_not_looked_up(cfg.policy.checkpoint)
+    else:
+        source, renderer = open_checkpoint(cfg.policy.checkpoint, cfg.visual, cfg.prompts)
+        refuse_template(source, renderer, schemas_of(cfg.rollout.tools) if cfg.rollout.dispatch != "none" else {})
+        require_weights(cfg, source)
+    if dry:
+        print0(f"ready: {cfg.run}")
+        return
+
+    with hold_folder(cfg, source):
         # Load the policy and the KL's reference. `Run` then restores policy and optimizer from the newest state.
         policy_cfg = replace(cfg.policy, checkpoint=str(source))
         policy = load_policy(policy_cfg, renderer.never_sampled)
@@ -413,31 +436,18 @@ def refuse_infinite_gap(gap: float, step: int) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------ before the run
+# ------------------------------------------------------------------------------------------------ --check-data
 
 
-def require_hardware(cfg: RLConfig, dry: bool = False) -> None:
-    """Refuse a run whose models do not fit on this machine's GPUs, or whose servers cannot start."""
-    require_memory(cfg, dry, plan_rl)
-    ranks = cfg.plan.gpus if dry else world_size()
-    if cfg.batch_tasks < ranks:
-        raise ConfigError(f"batch_tasks = {cfg.batch_tasks}: each of {ranks} ranks needs a task; raise it")
-    # A dry run may be on a machine without GPUs.
-    if not dry or torch.cuda.is_available() or not cfg.rollout.server_gpus:
-        require_servers(cfg.rollout, local_size())
+def check_row(
+    row: dict, name: str, root: Path, cfg: RLConfig, renderer: Renderer, videos: Videos
+) -> tuple[int, list[str]]:
+    """Return the length of a row's prompt with the most frames that a run shows. Nothing is odd about a row."""
+    context = AgentContext(None, renderer, videos, cfg.rollout)
+    return len(render_prompt(parse_task(row, name, root), max(cfg.choices_of_k), context).ids), []
 
-
-def count_tokens(task: Task, cfg: RLConfig, renderer: Renderer, videos: Videos) -> int:
-    """Return the length of a task's prompt with the most frames that a run shows."""
-    return len(render_prompt(task, max(cfg.choices_of_k), AgentContext(None, renderer, videos, cfg.rollout)).ids)
-
-
-def offered_schemas(cfg: RLConfig) -> dict[str, dict]:
-    """Return the schemas of the tools that the prompt offers."""
-    return schemas_of(cfg.rollout.tools) if cfg.rollout.dispatch != "none" else {}
-
-
-SCRIPT = Script(main, parse_task, count_tokens, require_hardware, offered_schemas)
 
 if __name__ == "__main__":
-    run_training(SCRIPT, *command_line(RLConfig, __doc__))
+    cfg, args = command_line(RLConfig, __doc__)
+    work = partial(read_all_rows, check_row=check_row) if args.check_data else partial(main, dry=args.dry_run)
+    run_script(work, cfg)

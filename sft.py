@@ -21,6 +21,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -28,16 +29,26 @@ import torch
 
 from dialogues import Dialogue, Media, parse_dialogue
 from episode import NO_PROMPT, Call, Trajectory
-from runtime.checkpoints import load_policy
+from runtime.checkpoints import load_policy, on_the_hub
 from runtime.config import refuse_below_1, suggest
-from runtime.dataset import DataConfig, DataError, Dataset, RowError, row_errors
-from runtime.distributed import gather, init_distributed, rank, sum_over_ranks, world_size
+from runtime.dataset import DataConfig, DataError, Dataset, RowError, require_rows, row_errors
+from runtime.distributed import gather, init_distributed, local_size, print0, rank, sum_over_ranks, world_size
+from runtime.folder import hold_folder, require_folder
 from runtime.packing import Bundle, best_fit
-from runtime.plan import Plan, plan_training
+from runtime.plan import plan_training
 from runtime.policy import Policy
-from runtime.render import TAG, Renderer
-from runtime.run import OptimConfig, Run, RunConfig, make_optimizer, optimizer_step, require_memory, utilisation
-from runtime.script import Script, command_line, open_run, run_training
+from runtime.render import TAG, Renderer, refuse_template
+from runtime.run import (
+    OptimConfig,
+    Run,
+    RunConfig,
+    make_optimizer,
+    optimizer_step,
+    require_memory,
+    require_weights,
+    utilisation,
+)
+from runtime.script import command_line, note_not_looked_up, open_checkpoint, read_all_rows, run_script
 from runtime.video import Videos
 from tools import parse_calls, refuse_unknown_tools, schemas_of
 
@@ -67,18 +78,30 @@ class SFTConfig(RunConfig):
             raise ValueError(f"kind_weights = {sorted(unknown)}: not kinds of token; {advice}")
 
 
-def plan_sft(cfg: SFTConfig) -> list[Plan]:
-    """Plan the memory of a full micro-batch."""
-    return [plan_training(cfg.policy, cfg.plan.gpus, cfg.pack_tokens)]
-
-
 SHOWN = ("loss", "loss_answer", "loss_arguments", "val_loss", "grad_norm", "lr", "tokens_per_second", "seconds")
 
 
-def main(cfg: SFTConfig) -> None:
-    """Build the parts of a run, train to the last step, and export the policy."""
+def main(cfg: SFTConfig, dry: bool = False) -> None:
+    """Build the parts of a run, train to the last step, and export the policy. A dry run ends before the weights are loaded."""
     init_distributed()
-    with open_run(cfg, SCRIPT) as (source, renderer):
+
+    # Refuse what cannot work, in the order of cost. A dry run may be on another machine than the run.
+    gpus = cfg.plan.gpus if dry else local_size()
+    if dry or torch.cuda.is_available():
+        require_memory(cfg.plan, [plan_training(cfg.policy, gpus, cfg.pack_tokens)])
+    require_folder(cfg)
+    require_rows(parse_dialogue, cfg.data, cfg.val)
+    if dry and on_the_hub(cfg.policy.checkpoint):
+        note_not_looked_up(cfg.policy.checkpoint)
+    else:
+        source, renderer = open_checkpoint(cfg.policy.checkpoint, cfg.visual, cfg.prompts)
+        refuse_template(source, renderer, schemas_of(cfg.tools))
+        require_weights(cfg, source)
+    if dry:
+        print0(f"ready: {cfg.run}")
+        return
+
+    with hold_folder(cfg, source):
         # Load the policy and make the optimizer. Run restores both from the newest state.
         policy = load_policy(replace(cfg.policy, checkpoint=str(source)), renderer.never_sampled)
         run = Run(cfg, "sft", SHOWN, policy, make_optimizer(policy, cfg.optim))
@@ -192,11 +215,6 @@ def encode_row(dialogue: Dialogue, cfg: SFTConfig, renderer: Renderer, videos: V
     return row
 
 
-def count_tokens(dialogue: Dialogue, cfg: SFTConfig, renderer: Renderer, videos: Videos) -> int:
-    """Return the length of a dialogue with its prompt."""
-    return len(encode_row(dialogue, cfg, renderer, videos).ids)
-
-
 def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tools: list[dict]) -> Trajectory:
     """Encode a dialogue as a row, with mask 1 on the assistant's tokens only. Rows of SFT share no prompt, so all
     tokens are the row's own."""
@@ -242,24 +260,6 @@ def read_calls(dialogue: Dialogue) -> list[Call]:
         if turn["role"] == "assistant":
             calls += parse_calls(turn["content"][0])
     return calls
-
-
-def list_oddities(dialogue: Dialogue) -> list[str]:
-    """List likely mistakes. SFT trains on such a row all the same, because a loose format can be taught on purpose."""
-    calls = read_calls(dialogue)
-    parts = list(dialogue.media)
-    replies = 0
-    for turn in dialogue.turns:
-        parts += turn["content"]
-        replies += turn["role"] == "tool"
-    oddities = []
-    if any(call.error for call in calls):
-        oddities.append("a call that cannot be parsed")
-    if replies < len(calls):
-        oddities.append("fewer replies than calls")
-    if not any(isinstance(part, Media) for part in parts):
-        oddities.append("no frame")
-    return oddities
 
 
 # ------------------------------------------------------------------------------------------------ batches
@@ -353,10 +353,36 @@ def token_kind(kinds: list[str]) -> str:
     return content[-1]  # `red`, `>B`, `]</`
 
 
-# ------------------------------------------------------------------------------------------------ the script
+# ------------------------------------------------------------------------------------------------ --check-data
 
-require_hardware = partial(require_memory, plans=plan_sft)
-SCRIPT = Script(main, parse_dialogue, count_tokens, require_hardware, lambda cfg: schemas_of(cfg.tools), list_oddities)
+
+def check_row(
+    row: dict, name: str, root: Path, cfg: SFTConfig, renderer: Renderer, videos: Videos
+) -> tuple[int, list[str]]:
+    """Return how many tokens a row has, and what is odd about it."""
+    dialogue = parse_dialogue(row, name, root)
+    return len(encode_row(dialogue, cfg, renderer, videos).ids), list_oddities(dialogue)
+
+
+def list_oddities(dialogue: Dialogue) -> list[str]:
+    """List likely mistakes. SFT trains on such a row all the same, because a loose format can be taught on purpose."""
+    calls = read_calls(dialogue)
+    parts = list(dialogue.media)
+    replies = 0
+    for turn in dialogue.turns:
+        parts += turn["content"]
+        replies += turn["role"] == "tool"
+    oddities = []
+    if any(call.error for call in calls):
+        oddities.append("a call that cannot be parsed")
+    if replies < len(calls):
+        oddities.append("fewer replies than calls")
+    if not any(isinstance(part, Media) for part in parts):
+        oddities.append("no frame")
+    return oddities
+
 
 if __name__ == "__main__":
-    run_training(SCRIPT, *command_line(SFTConfig, __doc__))
+    cfg, args = command_line(SFTConfig, __doc__)
+    work = partial(read_all_rows, check_row=check_row) if args.check_data else partial(main, dry=args.dry_run)
+    run_script(work, cfg)

@@ -24,8 +24,8 @@ import yaml
 
 from evals import benchmarks
 from runtime import config
-from runtime.checks import MAY_CHANGE, RESULTS
 from runtime.dataset import DataError
+from runtime.folder import MAY_CHANGE, RESULTS
 from runtime.plan import PUBLISHED
 from runtime.visual import VisualContract, read_json
 

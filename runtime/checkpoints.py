@@ -175,7 +175,6 @@ def load_policy(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: boo
     for name, buffer in list(rotary.named_buffers()):  # one buffer; from transformers 5.24 on, two equal ones
         angles = torch.arange(len(buffer), dtype=torch.float32)
         setattr(rotary, name, (1 / 10_000 ** (angles / len(angles))).to(device))
-    refuse_quantized(path)
     _read_weights(policy.model, path)
     refuse_not_finite(dict(policy.model.named_parameters()), str(path))
     return policy

@@ -25,8 +25,12 @@ import yaml
 T = TypeVar("T")
 
 
-class ConfigError(ValueError):
-    """A config that cannot be used. The text tells its author how to fix it."""
+class UserError(ValueError):
+    """An error that a user can fix. A script prints its text as one sentence, without a traceback."""
+
+
+class ConfigError(UserError):
+    """A config that cannot be used."""
 
 
 class Loader(yaml.SafeLoader):

@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow.parquet as pq
 
+from runtime.config import UserError
+from runtime.distributed import print0
 from runtime.video import VideoError
 
 log = logging.getLogger(__name__)
@@ -64,7 +66,7 @@ class DataConfig:
             raise ValueError("sources = []: name at least one data file")
 
 
-class DataError(ValueError):
+class DataError(UserError):
     """Data that a run cannot use. The message says what to do."""
 
 
@@ -286,6 +288,7 @@ def require_rows(parse: Callable, *cfgs: DataConfig | None) -> None:
                 f"{origin}: {reason}; none of the first rows can be used. Relative paths start at data.video_root = "
                 f"{cfg.video_root!r} (empty: the data file's folder); `--check-data` checks all rows"
             )
+        print0(f"data: {dataset.total} rows of {', '.join(source.path for source in cfg.sources)}")
 
 
 def _draws(pool: list[tuple[Source, Rows]]) -> list[int]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from episode import Prompt
+from runtime.config import UserError
 from runtime.video import Clip
 
 
@@ -51,11 +52,11 @@ class Engine:  # every engine has its own `generate`; the other methods may do n
     def close(self) -> None: ...
 
 
-class EngineError(RuntimeError):
+class EngineError(UserError):
     """A request that the engine could not serve. The episode that needs it fails; the run goes on."""
 
 
-class EngineLost(RuntimeError):
+class EngineLost(UserError):
     """An engine that can serve nothing any more. The run ends."""
 
 

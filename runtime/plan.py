@@ -147,7 +147,7 @@ def kept_by_block(policy: Policy) -> int:
 # ------------------------------------------------------------------------------------------------ an RL run
 
 
-def plan_rl(cfg: Any) -> list[Plan]:
+def plan_rl(cfg: Any, gpus: int) -> list[Plan]:
     """Plan the GPUs of an RLConfig (in rl.py, above this file): those that train and, if they are others, those that sample."""
     rollout = cfg.rollout
     # The longest micro-batch: a full one, or one episode that fills its context.

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from runtime.config import UserError
 from runtime.video import Clip
 
 TEMPORAL_PATCH = 2  # a patch spans two frames; an image is repeated to fill it
@@ -34,7 +35,7 @@ PROCESSORS = {
 }
 
 
-class ContractError(ValueError):
+class ContractError(UserError):
     """Two parts of the system would show the model different inputs."""
 
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from episode import Call, Prompt, Task, dump
 from rollout import AgentContext, RolloutConfig, SubagentConfig, render_prompt, run_episode
 from runtime import config
-from runtime.checks import USER_ERRORS, refuse_template, require_servers
+from runtime.config import UserError
 from runtime.engine import Engine, Sample
-from runtime.open_engine import open_engine
+from runtime.open_engine import open_engine, require_servers
 from runtime.prompts import Prompts
-from runtime.render import Renderer
+from runtime.render import Renderer, refuse_template
 from runtime.script import expandable_segments, open_checkpoint
 from runtime.video import Clip, VideoError, Videos
 from tools import TOOLS, schemas_of
@@ -51,7 +51,7 @@ def main() -> int:
             context = open_context(args.model, args.prompts, videos, cfg)
             with contextlib.closing(context.engine):
                 return run_ask(args, context)
-    except (VideoError, *USER_ERRORS) as error:
+    except (VideoError, UserError, FileNotFoundError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -16,7 +16,6 @@ from evals.results import read_published
 from rl import RLConfig
 from runtime import config
 from runtime.dataset import DataError
-from runtime.script import dry_run
 
 PAGE = (REPO / "docs" / "node.md").read_text("utf-8")
 SECTION = PAGE.partition("## Every row of the paper")[2].partition("\n## ")[0]
@@ -128,7 +127,7 @@ def test_the_dry_run_of_each_training_lacks_only_its_start(words, toy_dir, capsy
     start = cfg.policy.checkpoint
     lacks_start = pytest.raises(config.ConfigError, match=f"{start}: neither a folder nor a model on the hub")
     with lacks_start if start.startswith("runs/") else contextlib.nullcontext():
-        dry_run(cfg, rl.SCRIPT)
+        rl.main(cfg, dry=True)
     assert "ok      data: " in capsys.readouterr().out
 
 

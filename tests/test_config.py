@@ -12,7 +12,7 @@ import torch
 from scripts import REPO, Forked, finish
 
 from runtime import config
-from runtime.run import save_run
+from runtime.folder import save_run
 from sft import SFTConfig
 
 

@@ -23,10 +23,9 @@ from dialogues import Media
 from episode import Task
 from rollout import overview
 from runtime.checkpoints import export, load_policy
-from runtime.checks import refuse_template
 from runtime.config import ConfigError
 from runtime.policy import PolicyConfig
-from runtime.render import CHAT_TEMPLATE, Renderer, load_tokenizer
+from runtime.render import CHAT_TEMPLATE, Renderer, load_tokenizer, refuse_template
 from runtime.visual import ContractError, VisualContract, patchify
 from tools import crop_video
 

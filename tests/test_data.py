@@ -31,9 +31,7 @@ from runtime.packing import best_fit
 from runtime.policy import PolicyConfig
 from runtime.script import read_all_rows, read_row
 from runtime.video import Videos
-from sft import SCRIPT as SFT_SCRIPT
-from sft import Batches, SFTConfig, encode_dialogue
-from sft import count_tokens as count_row
+from sft import Batches, SFTConfig, check_row, encode_dialogue
 from tools import ClipForSubagent
 
 
@@ -461,9 +459,9 @@ def test_a_row_that_nobody_foresaw_costs_itself_and_is_named_with_what_it_raised
     cfg = SFTConfig(run="run", policy=PolicyConfig(""), data=data, pack_tokens=2000)
     batches = Batches(data, cfg, videos, toy_renderer)
     assert sum(len(micro.bundles) for micro in batches.make(0, len(rows))) == 1
-    encode = partial(count_row, cfg=cfg, renderer=toy_renderer, videos=videos)
+    check = partial(check_row, root=trap, cfg=cfg, renderer=toy_renderer, videos=videos)
     for i, why in enumerate(whys):
-        _, reason, _ = read_row(i, Rows(path), trap, SFT_SCRIPT, encode)
+        _, reason, _ = read_row(i, Rows(path), check)
         assert why in reason
         assert batches.dataset.bad[f"sft.jsonl:{i}"] == reason
     traces = [record.exc_info[0] for record in caplog.records if record.exc_info]
@@ -638,12 +636,12 @@ def test_check_data_counts_every_row_and_names_the_bad_ones(toy_dir, tmp_path, c
     rows[2]["messages"][0]["content"].append({"type": "text", "text": "why " * 3000})
     mine = DataConfig((Source(write_jsonl(tmp_path / "mine.jsonl", rows)),))
     (tmp_path / "good.mp4").symlink_to(toy_dir / "videos" / "train00000.mp4")
-    assert read_all_rows(replace(cfg, data=mine, val=good), SFT_SCRIPT) == 1
+    assert read_all_rows(replace(cfg, data=mine, val=good), check_row) == 1
     told = capsys.readouterr().out
     assert re.search(r"mine.jsonl: 3 rows, 2 unusable; (\d+) tokens, at most \1\n", told)
     assert re.search(r"  row 1: .*gone.mp4: no such file.*\n  row 2: \d+ tokens, more than pack_tokens = 2000\n", told)
     assert re.search(r"good.jsonl: 1 rows, 0 unusable; \d+ tokens", told)
-    assert read_all_rows(replace(cfg, data=good, val=None), SFT_SCRIPT) == 0
+    assert read_all_rows(replace(cfg, data=good, val=None), check_row) == 0
 
 
 def test_check_data_counts_what_is_odd_about_usable_rows(toy_dir, tmp_path, capsys):
@@ -658,7 +656,7 @@ def test_check_data_counts_what_is_odd_about_usable_rows(toy_dir, tmp_path, caps
     for rows in (odd, [[shows("train00000.mp4"), called, reply, reply, SAID]]):
         path = write_jsonl(tmp_path / "odd.jsonl", [{"messages": messages} for messages in rows])
         data = DataConfig((Source(path),), video_root=f"{toy_dir}/videos")
-        assert read_all_rows(replace(cfg, data=data, val=None), SFT_SCRIPT) == 0
+        assert read_all_rows(replace(cfg, data=data, val=None), check_row) == 0
         told.append(capsys.readouterr().out.splitlines()[1:])
     counts = [
         "2 rows with fewer replies than calls",

@@ -25,11 +25,10 @@ from tiny import at_once, check_logprobs, noise, prompts_of, question, request
 
 from episode import NO_PROMPT, Prompt
 from rollout import RolloutConfig
-from runtime.checks import require_servers, require_urls
 from runtime.config import ConfigError
 from runtime.engine import EngineConfig, EngineError, EngineLost, Sample
 from runtime.inprocess import InProcess, Request, _Batch, cut_into_batches, sample_tokens
-from runtime.open_engine import open_engine, start_servers
+from runtime.open_engine import open_engine, require_servers, require_urls, start_servers
 from runtime.policy import matmul_fp32
 from runtime.processes import MEMORY
 from runtime.servers import MAX_FAILURES, Failure, Server, SGLang, kill
@@ -485,7 +484,7 @@ def test_what_servers_cannot_run_with_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.setattr("torch.cuda.device_memory_used", lambda gpu: (1 + 69 * gpu) << 30)
-    monkeypatch.setattr("runtime.checks.SECONDS_TO_FREE", 0)
+    monkeypatch.setattr("runtime.open_engine.SECONDS_TO_FREE", 0)
     with pytest.raises(ConfigError, match=r"another process holds 70 GiB of GPU 1; end it \(`nvidia-smi`"):
         require_servers(RolloutConfig(server_gpus=(0, 1)))
     require_servers(RolloutConfig(server_gpus=(0,)))
@@ -536,7 +535,7 @@ def test_each_server_at_an_url_tells_which_model_it_serves(serve, tmp_path, caps
 
 @pytest.mark.parametrize("reply", [None, [], {}, {"model_path": None}], ids=str)
 def test_a_server_that_does_not_tell_its_model_may_be_used(monkeypatch, capsys, reply):
-    monkeypatch.setattr("runtime.checks.request_json", lambda url, seconds: reply)
+    monkeypatch.setattr("runtime.open_engine.request_json", lambda url, seconds: reply)
     require_urls(["http://127.0.0.1:9"])
     assert not capsys.readouterr().out
 

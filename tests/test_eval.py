@@ -29,7 +29,7 @@ from scripts import REPO, Forked, finish, line, lines, sections, start, wait_for
 
 import eval as evaluation
 from eval import EvalConfig, as_trained, dry_run, with_names
-from evals import protocols, results, tables
+from evals import results, tables
 from evals.benchmarks import SPLITS, load_split
 from evals.results import costs, rates, read_results
 from evals.tables import interval
@@ -38,9 +38,9 @@ from rollout import derive_seed
 from runtime import config
 from runtime.dataset import DataError
 from runtime.engine import EngineError
+from runtime.folder import only_run_in
 from runtime.prompts import Prompts
 from runtime.render import END_OF_TURN
-from runtime.script import only_run_in
 from runtime.visual import VisualContract
 from study import report as report_page
 from study.toy import DURATIONS

@@ -19,9 +19,9 @@ from scripts import REPO
 
 from rl import RLConfig
 from rollout import RolloutConfig
-from runtime import checks, config
+from runtime import config, folder, open_engine
 from runtime.config import ConfigError
-from runtime.run import save_run
+from runtime.folder import save_run
 
 SFT = "sft.py configs/toy_sft.yaml policy.checkpoint=toy_data/model"
 RL = "rl.py configs/toy_paragrpo.yaml policy.checkpoint=toy_data/model"
@@ -175,7 +175,7 @@ def begun(tmp_path) -> Path:
 
 def test_a_run_may_go_on_longer_or_slower_and_says_what_changed(begun, capsys):
     """Past bug: after a default had changed, a run continued with another optim.betas without a word."""
-    checks.refuse_other_run(cfg_of(begun, "steps=99", "optim.lr=1e-4"))
+    folder.refuse_other_run(cfg_of(begun, "steps=99", "optim.lr=1e-4"))
     told = "has other settings than before: optim.lr: 0.0003, now 0.0001; steps: 60, now 99\n"
     assert capsys.readouterr().out == f"{begun} {told}"
 
@@ -184,7 +184,7 @@ def test_a_run_may_go_on_longer_or_slower_and_says_what_changed(begun, capsys):
 def test_a_resumed_run_may_reach_its_judge_in_another_way(begun, change):
     """Past bug: only an evaluation could, so an RL run could not resume once its judge had another port."""
     save_run(cfg_of(begun, "reward.judge.url=http://127.0.0.1:8/v1", "reward.judge.model=m"), begun)
-    checks.refuse_other_run(
+    folder.refuse_other_run(
         cfg_of(begun, "reward.judge.url=http://127.0.0.1:8/v1", "reward.judge.model=m", f"reward.judge.{change}")
     )
 
@@ -194,7 +194,7 @@ def test_a_setting_that_is_newer_than_the_run_had_its_default_value_there(begun)
     tree = yaml.safe_load(saved.read_text())
     del tree["val_tasks"], tree["data"]["seed"]
     saved.write_text(yaml.safe_dump(tree))
-    checks.refuse_other_run(cfg_of(begun))
+    folder.refuse_other_run(cfg_of(begun))
 
 
 def test_a_run_that_goes_on_with_other_code_keeps_its_commits(begun):
@@ -206,7 +206,7 @@ def test_a_run_that_goes_on_with_other_code_keeps_its_commits(begun):
 
 
 def test_a_resumed_run_may_find_its_data_elsewhere(begun):
-    checks.refuse_other_run(cfg_of(begun, "data.sources=[{path: elsewhere/rl.parquet}]", "data.video_root=elsewhere"))
+    folder.refuse_other_run(cfg_of(begun, "data.sources=[{path: elsewhere/rl.parquet}]", "data.video_root=elsewhere"))
 
 
 MIXED_ANEW = ("sources=[{path: rl.parquet, weight: 2}]", "sources=[{path: sft.parquet}]", "seed=1")
@@ -217,7 +217,7 @@ def test_a_run_does_not_go_on_as_another_one(begun, change):
     """Past bugs: the weights, the files and the order of the data could change."""
     key = change.partition("=")[0]
     with pytest.raises(ConfigError, match=rf"belongs to a run with other settings \({key}: "):
-        checks.refuse_other_run(cfg_of(begun, change))
+        folder.refuse_other_run(cfg_of(begun, change))
 
 
 # ------------------------------------------------------------------------------------------------ the page
@@ -248,4 +248,4 @@ def test_the_page_quotes_what_its_commands_say(desk, typed, block):
 def test_gpus_that_train_already_or_are_not_there_are_refused(monkeypatch, ranks, gpus, says):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     with pytest.raises(ConfigError, match=says):
-        checks.require_servers(RolloutConfig(server_gpus=(7,)), ranks)
+        open_engine.require_servers(RolloutConfig(server_gpus=(7,)), ranks)

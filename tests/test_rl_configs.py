@@ -15,7 +15,6 @@ from runtime.config import differences
 from runtime.engine import EngineConfig
 from runtime.open_engine import server_flags
 from runtime.plan import PlanConfig
-from runtime.script import dry_run
 
 
 @pytest.mark.parametrize(
@@ -51,7 +50,7 @@ def test_every_config_of_a_real_model_fits_its_gpus(path, toy_dir, capsys):
     if path.stem.startswith("sft"):
         data = [f"data.sources=[{{path: {toy_dir}/sft.parquet}}]", f"data.video_root={toy_dir}"]
         cfg = config.load(sft.SFTConfig, path, data)
-        dry_run(cfg, sft.SCRIPT)
+        sft.main(cfg, dry=True)
     else:
         cfg = on_node(path.name, toy_dir)
         with pytest.raises(

@@ -22,9 +22,10 @@ import rollout
 import sft
 from episode import Call
 from runtime import config, distributed
+from runtime.folder import only_run_in
 from runtime.policy import PolicyConfig
 from runtime.run import Metrics, RunConfig
-from runtime.script import only_run_in, run_script
+from runtime.script import run_script
 from runtime.weights import run_memory, snapshot_folders
 
 
