@@ -23,7 +23,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from weakref import WeakValueDictionary
@@ -31,7 +31,7 @@ from weakref import WeakValueDictionary
 from episode import NO_PROMPT, Call, Episode, Group, Prompt, Task, Trajectory
 from runtime.config import refuse_below_1
 from runtime.dataset import RowError, row_errors
-from runtime.engine import Engine, EngineConfig, EngineError, Sample, run_all
+from runtime.engine import Engine, EngineConfig, EngineError, Sample, run_all, thread_pool
 from runtime.render import NO_REPORT, Rendered, Renderer
 from runtime.video import Clip, VideoError, Videos
 from runtime.visual import ContractError, VisualContract
@@ -426,21 +426,19 @@ def rollout(
     before in this step. Its episodes then get other seeds."""
     groups = [Group(task, k, []) for task, k in zip(tasks, ks, strict=True)]
     copies = copies or [0] * len(groups)
-    preparing = ThreadPoolExecutor(8, "prompt")
     jobs = {}
     try:
-        for i, group in enumerate(groups):
-            # Render the group's prompt once, ahead of its episodes.
-            prompt = preparing.submit(prepare_prompt, context, group)
-            for g in range(group_size):
-                episode_seed = derive_seed(seed, step, group.task.id, copies[i] * group_size + g)
-                jobs[i, g] = functools.partial(run_one, context, group, prompt, episode_seed)
-        episodes = run_all(context.engine, jobs, context.cfg.concurrency)
+        with thread_pool(8) as preparing:
+            for i, group in enumerate(groups):
+                # Render the group's prompt once, ahead of its episodes.
+                prompt = preparing.submit(prepare_prompt, context, group)
+                for g in range(group_size):
+                    episode_seed = derive_seed(seed, step, group.task.id, copies[i] * group_size + g)
+                    jobs[i, g] = functools.partial(run_one, context, group, prompt, episode_seed)
+            episodes = run_all(context.engine, jobs, context.cfg.concurrency)
     except BaseException:
         context.stopped.set()
         raise
-    finally:
-        preparing.shutdown(wait=False, cancel_futures=True)
     for (i, _), episode in episodes.items():
         groups[i].episodes.append(episode)
     return groups

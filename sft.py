@@ -18,7 +18,6 @@ Deliberately missing: a setting for gradient accumulation (packing decides it), 
 import re
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -33,6 +32,7 @@ from runtime.checkpoints import load_policy, on_the_hub
 from runtime.config import refuse_below_1, suggest
 from runtime.dataset import DataConfig, DataError, Dataset, RowError, require_rows, row_errors
 from runtime.distributed import gather, init_distributed, local_size, print0, rank, sum_over_ranks, world_size
+from runtime.engine import map_in_threads, thread_pool
 from runtime.folder import hold_folder, require_folder
 from runtime.packing import Bundle, best_fit
 from runtime.plan import plan_training
@@ -120,37 +120,37 @@ def main(cfg: SFTConfig, dry: bool = False) -> None:
 
 def train(cfg: SFTConfig, policy: Policy, batches: "Batches", held_out: "list[MicroBatch]", run: Run) -> None:
     """Train to the last step: read, forward and backward, update, log, save."""
-    ahead = ThreadPoolExecutor(1, "batch")  # not in a `with`, which would wait for a decoder that hangs
-    upcoming = ahead.submit(batches.make, run.steps_done)
-    for step in range(run.steps_done, cfg.steps):
-        # Wait for this step's batch. The next one is made in a thread while this one trains.
-        started = time.perf_counter()
-        batch = upcoming.result()
-        if step + 1 < cfg.steps:
-            upcoming = ahead.submit(batches.make, step + 1)
-        waited = time.perf_counter() - started
+    with thread_pool(1) as ahead:
+        upcoming = ahead.submit(batches.make, run.steps_done)
+        for step in range(run.steps_done, cfg.steps):
+            # Wait for this step's batch. The next one is made in a thread while this one trains.
+            started = time.perf_counter()
+            batch = upcoming.result()
+            if step + 1 < cfg.steps:
+                upcoming = ahead.submit(batches.make, step + 1)
+            waited = time.perf_counter() - started
 
-        # Forward, backward, update. A gradient that is not finite is skipped (`bad_steps: 1`).
-        measured = batch_loss(policy, batch)
-        if "loss" not in measured:  # on all ranks
-            bad = [f"{origin}: {reason}" for origin, reason in batches.dataset.bad.items()]
-            raise DataError(f"step {step + 1}: none of its rows can be used; the last: {''.join(bad[-1:])}")
-        measured["grad_norm"] = optimizer_step(policy, run.optimizer, cfg.optim, step, cfg.steps)
-        seconds = time.perf_counter() - started
+            # Forward, backward, update. A gradient that is not finite is skipped (`bad_steps: 1`).
+            measured = batch_loss(policy, batch)
+            if "loss" not in measured:  # on all ranks
+                bad = [f"{origin}: {reason}" for origin, reason in batches.dataset.bad.items()]
+                raise DataError(f"step {step + 1}: none of its rows can be used; the last: {''.join(bad[-1:])}")
+            measured["grad_norm"] = optimizer_step(policy, run.optimizer, cfg.optim, step, cfg.steps)
+            seconds = time.perf_counter() - started
 
-        # Log.
-        measured |= {"seconds": seconds, "wait_seconds": waited, "tokens_per_second": measured["tokens"] / seconds}
-        measured |= utilisation(policy.cfg, int(measured["tokens"]), seconds, world_size())
-        measured |= sum_over_ranks({"bad_rows": len(batches.dataset.bad)})
-        if cfg.val and run.is_time(step, cfg.eval_every):
-            with torch.no_grad():
-                losses = batch_loss(policy, held_out)
-            measured |= {f"val_{name}": value for name, value in losses.items() if name.startswith("loss")}
-        run.log(step, measured)
+            # Log.
+            measured |= {"seconds": seconds, "wait_seconds": waited, "tokens_per_second": measured["tokens"] / seconds}
+            measured |= utilisation(policy.cfg, int(measured["tokens"]), seconds, world_size())
+            measured |= sum_over_ranks({"bad_rows": len(batches.dataset.bad)})
+            if cfg.val and run.is_time(step, cfg.eval_every):
+                with torch.no_grad():
+                    losses = batch_loss(policy, held_out)
+                measured |= {f"val_{name}": value for name, value in losses.items() if name.startswith("loss")}
+            run.log(step, measured)
 
-        # Save.
-        run.refuse_broken_end(step, measured)
-        run.save(step)
+            # Save.
+            run.refuse_broken_end(step, measured)
+            run.save(step)
 
 
 # ------------------------------------------------------------------------------------------------ the loss
@@ -278,17 +278,11 @@ class Batches:
         """Read this rank's share of a step's rows and pack it. Unusable rows are counted and left out."""
         # Encode the rows in threads.
         draws = self.dataset.batch(step, size or self.cfg.batch_rows, rank(), world_size())
-        with ThreadPoolExecutor(2 * self.cfg.decoders, "row") as readers:
-            encode = partial(encode_row, cfg=self.cfg, renderer=self.renderer, videos=self.videos)
-            futures = [readers.submit(encode, draw.item) for draw in draws]
+        results = map_in_threads(self.try_to_encode, [draw.item for draw in draws], at_once=2 * self.cfg.decoders)
         rows, kinds_of_rows = [], []
-        for draw, future in zip(draws, futures):
-            try:
-                row = future.result()
-            except RowError as error:
-                if self.videos.closed:  # the run is ending, and no row is at fault
-                    raise
-                self.dataset.reject(draw.origin, str(error))
+        for draw, (row, reason) in zip(draws, results):
+            if row is None:
+                self.dataset.reject(draw.origin, reason)
                 continue
             kinds = target_kinds(row, self.renderer)
             row.loss_weights = np.zeros(len(row.ids), np.float32)
@@ -305,6 +299,15 @@ class Batches:
             kinds = sum((kinds_of_rows[i] for i in members), [])
             batch.append(MicroBatch(bundles, np.array(kinds, str)))
         return batch
+
+    def try_to_encode(self, dialogue: Dialogue) -> tuple[Trajectory | None, str]:
+        """Return the dialogue's row, or None and the reason why it cannot be used."""
+        try:
+            return encode_row(dialogue, self.cfg, self.renderer, self.videos), ""
+        except RowError as error:
+            if self.videos.closed:  # the run is ending, and no row is at fault
+                raise
+            return None, str(error)
 
 
 # ------------------------------------------------------------------------------------------------ kinds of tokens

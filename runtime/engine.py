@@ -9,8 +9,9 @@ process: both return the log-probs of the sampled ids, and ban image and video t
 evaluation only: its log-probs are 0, and it bans nothing.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,15 +68,14 @@ def run_all(
     `timeout` seconds, stop waiting: the other threads run on, and their results are dropped. A job that raises ends the wait at
     once, with its error. `nested`: this thread is itself a job of another run_all."""
     callers = ActiveCallers(engine, jobs, at_once, nested)
-    pool = ThreadPoolExecutor(max(1, min(at_once, len(jobs))), "job")
     futures: dict[Any, Future] = {}
-    try:  # Ctrl-C can arrive while jobs are submitted, and the pool's threads end only after `shutdown`
-        for name, job in jobs.items():
-            futures[name] = pool.submit(callers.run, name, job)
-        wait(futures.values(), timeout, FIRST_EXCEPTION)
-        return {name: future.result() for name, future in futures.items() if future.done()}
+    try:
+        with thread_pool(max(1, min(at_once, len(jobs)))) as pool:
+            for name, job in jobs.items():
+                futures[name] = pool.submit(callers.run, name, job)
+            wait(futures.values(), timeout, FIRST_EXCEPTION)
+            return {name: future.result() for name, future in futures.items() if future.done()}
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C or a bug, start no further job
         callers.remove(jobs)
 
 
@@ -108,6 +108,23 @@ class ActiveCallers:
             return job()
         finally:
             self.remove([name])
+
+
+@contextlib.contextmanager
+def thread_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
+    """Yield a pool of threads. The end of the block cancels what has not begun, and waits for nothing: after an error or Ctrl-C,
+    a decoder, a server or a judge may hang."""
+    pool = ThreadPoolExecutor(threads)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def map_in_threads(function: Callable[[Any], Any], items: Iterable, at_once: int) -> Iterator[Any]:
+    """Yield the result for each item, in order. The first error ends it."""
+    with thread_pool(at_once) as pool:
+        yield from pool.map(function, items)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -29,6 +28,7 @@ from runtime.checkpoints import find_checkpoint
 from runtime.config import ConfigError, UserError, load
 from runtime.dataset import RowError, Rows, row_errors
 from runtime.distributed import print0
+from runtime.engine import map_in_threads
 from runtime.prompts import Prompts
 from runtime.render import Renderer, load_tokenizer
 from runtime.run import RunConfig
@@ -146,11 +146,12 @@ def read_all_rows(cfg: RunConfig, check_row: CheckRow) -> int:
     for data in filter(None, (cfg.data, cfg.val)):
         files += [(Rows(source.path), data.video_root) for source in data.sources]
     status = 0
-    with Videos(cfg.workers) as videos, ThreadPoolExecutor(2 * cfg.workers) as readers:
+    with Videos(cfg.workers) as videos:
         for rows, root in files:
             check = partial(check_row, root=Path(root or rows.path.parent), cfg=cfg, renderer=renderer, videos=videos)
             read = partial(read_row, rows=rows, check=check)
-            results = list(progress_bar(readers.map(read, range(len(rows))), total=len(rows), unit="row"))
+            checked = map_in_threads(read, range(len(rows)), at_once=2 * cfg.workers)
+            results = list(progress_bar(checked, total=len(rows), unit="row"))
             lengths = [tokens for tokens, _, _ in results]
             bad = [f"  row {i}: {reason}" for i, (_, reason, _) in enumerate(results) if reason]
             oddities = Counter(oddity for _, _, oddities in results for oddity in oddities)
