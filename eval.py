@@ -1,8 +1,8 @@
 """eval.py: evaluate one model, under one protocol, on the splits of evals/benchmarks.py.
 
-    python eval.py configs/eval/toy.yaml                    # the toy, with tools and without, at every K
-    python eval.py configs/eval/paravt_8b.yaml              # called again, it resumes where it stopped
-    python eval.py configs/eval/paravt_8b.yaml --dry-run    # lists what is missing and what differs from the paper
+    python eval.py configs/eval/toy.yaml                            # the toy, with tools and without, at every K
+    python eval.py configs/eval/rows.yaml row=paravt_8b             # a row of the paper; called again, it resumes
+    python eval.py configs/eval/rows.yaml row=paravt_8b --dry-run   # lists what is missing and what differs from the paper
     python eval.py table runs/eval/* --baseline NAME        # evals/tables.py: our numbers beside the published ones
     python eval.py ablation runs/NAME_8b runs/eval/own/NAME_8b    # the paper's ablation tables
 
@@ -32,10 +32,10 @@ import torch
 from runtime.checks import refuse_other_run, refuse_other_weights, refuse_template, require_servers, require_writable
 
 from episode import Episode, dump
-from evals import tables
+from evals import rows, tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, load_split
 from evals.protocols import Prompting, run_protocol
-from evals.results import default_names, read_results, resume, unlike_published
+from evals.results import read_results, resume
 from rewards import RewardConfig, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive_seed
 from runtime.answers import final_answer
@@ -72,11 +72,10 @@ class EvalConfig:
     """One evaluation: one model on some splits."""
 
     run: str = ""
-    """Folder of the results. Empty: runs/eval/own/X, where X is the training that wrote the checkpoint
-    (results.default_names)."""
+    """Folder of the results. Empty: runs/eval/own/X, where X is the training that wrote the checkpoint (`with_names`)."""
     name: str = ""
-    """The model's row in the table. A name of published.yaml, such as "ParaVT-8B (own)", adds its published numbers. Empty:
-    "ParaVT-8B (X)" or "Qwen2.5-VL-7B (X)" for a model of that size, otherwise X."""
+    """The model's row in the table. A name that begins with one of published.yaml, such as "ParaVT-8B (mine)", adds the
+    published numbers. Empty: X."""
     checkpoint: str
     """A Hugging Face folder, or its name on the hub."""
     splits: dict[str, str]
@@ -297,9 +296,14 @@ def as_trained(rollout: RolloutConfig, folder: Path) -> RolloutConfig:
 
 
 def with_names(cfg: EvalConfig) -> EvalConfig:
-    """Derive the run and the name from the checkpoint, unless they are given."""
-    run, name = default_names(cfg.checkpoint)
-    return replace(cfg, run=cfg.run or run, name=cfg.name or name)
+    """Derive the run and the name, unless they are given, from the label X in the checkpoint's path: runs/X/model -> X,
+    runs/X/models/step-N -> X-step-N, owner/model -> model."""
+    *above, label = Path(cfg.checkpoint).parts
+    if label == "model" and above:
+        label = above[-1]
+    elif len(above) > 1 and above[-1] == "models":
+        label = f"{above[-2]}-{label}"
+    return replace(cfg, run=cfg.run or f"runs/eval/own/{label}", name=cfg.name or label)
 
 
 # ------------------------------------------------------------------------------------------------ checks
@@ -309,8 +313,8 @@ def dry_run(cfg: EvalConfig) -> None:
     """Print what differs from the published run, then check what the run needs. The first fault ends it."""
     cfg = with_names(cfg)
     print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
-    for note in unlike_published(cfg):
-        print(f"  note    {note}")
+    for text in rows.list_differences(cfg.name):
+        print(f"  note    the published run: {text}")
     jobs = list_jobs(cfg, dry=True)
     folder = None
     if on_the_hub(cfg.checkpoint):  # a dry run downloads nothing
@@ -394,5 +398,5 @@ if __name__ == "__main__":
     if len(sys.argv) > 1 and sys.argv[1] in tables.COMMANDS:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process quietly
         sys.exit(tables.main(sys.argv[1:]))
-    cfg, args = command_line(EvalConfig, __doc__)
+    cfg, args = command_line(EvalConfig, __doc__, rows.pick)
     run_script(dry_run if args.dry_run else main, cfg)

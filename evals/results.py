@@ -1,4 +1,4 @@
-"""results.py: the result files of eval.py: read them, resume them, average them, name a run, and compare it with the published one.
+"""results.py: the result files of eval.py: read them, resume them, average them; read the published numbers.
 
     kept, left = resume(path, items, whole)   # the records to keep, and the items to ask
     results = read_results(path)        # one file; its name says split, K and arm
@@ -9,7 +9,6 @@ RUN/SPLIT-K64-ARM.jsonl has one line per item. RUN/config.yaml has the name of t
 the splits. `checks.refuse_other_run` refuses to add answers that were given under other settings.
 """
 
-import dataclasses
 import functools
 import json
 import math
@@ -25,16 +24,14 @@ import yaml
 from evals import benchmarks
 from runtime import config
 from runtime.dataset import DataError
-from runtime.folder import MAY_CHANGE, RESULTS
-from runtime.plan import PUBLISHED
-from runtime.visual import VisualContract, read_json
+from runtime.folder import RESULTS
+from runtime.visual import read_json
 
 PUBLISHED_FILE = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
 RECORD = (  # fields of each line that the tables read; our own agent's lines have f and well_formed as well
     "id", "videos", "kind", "gold", "tagged", "prediction", "score", "judged", "calls", "turns", "tokens", "subagent_tokens",
     "truncated", "seconds", "error",
 )  # fmt: skip
-SHAPES_RESULTS = ("frames", "arms", "prompting", "rollout", "visual")  # settings that decide what a model sees and says
 
 
 @dataclass(frozen=True)
@@ -175,59 +172,6 @@ def costs(results: Results) -> dict[str, float]:
 
 
 # ------------------------------------------------------------------------------------------------ the published run
-
-
-# Rows of the paper's table, and checkpoints of their sizes.
-ROW_SIZES = {"ParaVT-8B": "Qwen/Qwen3-VL-8B-Instruct", "Qwen2.5-VL-7B": "Qwen/Qwen2.5-VL-7B-Instruct"}
-
-
-def default_names(checkpoint: str) -> tuple[str, str]:
-    """Return the run's folder and the row's name of a checkpoint, from the label X in it: runs/X/model -> X,
-    runs/X/models/step-N -> X-step-N, owner/model -> model."""
-    *above, label = Path(checkpoint).parts
-    if label == "model" and above:
-        label = above[-1]
-    elif len(above) > 1 and above[-1] == "models":
-        label = f"{above[-2]}-{label}"
-
-    # A name that begins with a row of the paper's table gets the published numbers.
-    size = size_of(read_json(Path(checkpoint) / "config.json") or PUBLISHED.get(checkpoint, {}))
-    name = label
-    for row, same_size in ROW_SIZES.items():
-        if size == size_of(PUBLISHED[same_size]):
-            name = f"{row} ({label})"
-    return f"runs/eval/own/{label}", name
-
-
-def size_of(model: dict) -> tuple:
-    """Return the family, the width and the depth that a config.json describes."""
-    text = model.get("text_config", model)
-    return model.get("model_type"), text.get("hidden_size"), text.get("num_hidden_layers")
-
-
-def unlike_published(cfg: Any) -> list[str]:
-    """List how a run (an EvalConfig) differs from its row in configs/eval, and how that row differs from the published run."""
-    notes = []
-    row = cfg.name.partition(" (")[0]
-    checkpoint = Path(cfg.checkpoint)
-    own = VisualContract.load(checkpoint) if checkpoint.is_dir() else VisualContract()  # what `visual: null` means
-    ours = dataclasses.asdict(replace(cfg, visual=cfg.visual or own))
-    path = row_files().get(row)
-    if path:
-        theirs = config.load(type(cfg), path)
-        theirs = dataclasses.asdict(replace(theirs, visual=theirs.visual or own))
-        for key, text in config.differences(theirs, ours).items():
-            if key.startswith(SHAPES_RESULTS) and key not in MAY_CHANGE:
-                notes.append(f"unlike {path.name}: {text}")
-    for group in read_published()["differs"].get(row, ()):
-        notes += [f"the published run: {text}" for text in group]
-    return notes
-
-
-@functools.cache
-def row_files() -> dict[str, Path]:
-    """Return name of a row -> its file in configs/eval."""
-    return {config.read_tree(path).get("name"): path for path in PUBLISHED_FILE.parent.glob("*.yaml")}
 
 
 @functools.cache

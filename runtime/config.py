@@ -16,13 +16,14 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
 T = TypeVar("T")
+Pick = Callable[[dict, Sequence[str]], tuple[dict, Sequence[str]]]  # (tree, overrides) -> those that are left
 
 
 class UserError(ValueError):
@@ -51,9 +52,12 @@ class Loader(yaml.SafeLoader):
         return node
 
 
-def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
-    """Read `path` and its bases, apply `key.sub=value` overrides, and build `cls`."""
+def load(cls: type[T], path: str | Path, overrides: Sequence[str] = (), pick: Pick | None = None) -> T:
+    """Read `path` and its bases, apply `key.sub=value` overrides, and build `cls`. From a file of many rows, `pick` first takes
+    the row that the overrides name (evals/rows.py)."""
     tree = read_tree(Path(path))
+    if pick:
+        tree, overrides = pick(tree, overrides)
     for override in overrides:
         apply_override(tree, override)
     try:

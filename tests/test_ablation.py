@@ -13,6 +13,7 @@ import rl
 from eval import EvalConfig
 from evals import tables
 from evals.results import read_published
+from evals.rows import pick
 from rl import RLConfig
 from runtime import config
 from runtime.dataset import DataError
@@ -113,7 +114,7 @@ def test_every_row_of_the_paper_is_in_the_tables():
     trainings = {config.load(RLConfig, REPO / file, words).run for file, *words in commands("rl.py")}
     evaluations = set()
     for file, *words in commands("eval.py"):
-        evaluations.add(evaluation.with_names(config.load(EvalConfig, REPO / file, words)).run)
+        evaluations.add(evaluation.with_names(config.load(EvalConfig, REPO / file, words, pick)).run)
     for block in tables.TITLES:
         for row in published["ablations"][block]:
             assert "run" not in row or f"runs/{row['run']}_8b" in trainings
@@ -131,9 +132,9 @@ def test_the_dry_run_of_each_training_lacks_only_its_start(words, toy_dir, capsy
     assert "ok      data: " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", commands("eval.py"), ids=lambda words: words[0].removeprefix("configs/eval/"))
+@pytest.mark.parametrize("words", commands("eval.py"), ids=" ".join)
 def test_the_dry_run_of_each_evaluation_names_all_data_that_are_missing(words):
-    cfg = config.load(EvalConfig, REPO / words[0], words[1:])
+    cfg = config.load(EvalConfig, REPO / words[0], words[1:], pick)
     with pytest.raises(DataError) as missing:
         evaluation.dry_run(cfg)
     told = dict(line.split(": ", 1) for line in str(missing.value).splitlines())

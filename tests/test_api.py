@@ -20,6 +20,7 @@ from eval import EvalConfig
 from evals.benchmarks import Item
 from evals.protocols import Prompting, run_protocol
 from evals.results import rates, read_results, read_run
+from evals.rows import pick
 from rollout import AgentContext, RolloutConfig
 from runtime import api, config
 from runtime.api import RETRY, Api, Judge, JudgeError, OpenAI
@@ -161,7 +162,7 @@ def test_parameters_replace_what_a_request_says_and_null_drops_it(endpoint, ask)
 
 def test_a_key_in_place_of_its_variables_name_is_refused_and_not_repeated():
     with pytest.raises(config.ConfigError, match="api: key: give the name of an environment variable") as error:
-        config.load(EvalConfig, "configs/eval/gpt4o.yaml", ["api.key=sk-proj-4f9"])
+        config.load(EvalConfig, "configs/eval/rows.yaml", ["row=gpt4o", "api.key=sk-proj-4f9"], pick)
     assert "4f9" not in str(error.value)
 
 
@@ -173,7 +174,7 @@ def test_a_misspelled_override_does_not_repeat_the_key():
         ("api.key:sk-4f9", "override api.key: write it as key.sub=value"),
     ):
         with pytest.raises(config.ConfigError, match=rule) as error:
-            config.load(EvalConfig, "configs/eval/gpt4o.yaml", [override])
+            config.load(EvalConfig, "configs/eval/rows.yaml", ["row=gpt4o", override], pick)
         assert "4f9" not in str(error.value)
 
 

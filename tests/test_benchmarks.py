@@ -1,20 +1,16 @@
 """The evaluation splits: miniatures with the real layouts and known traps of the datasets, and figures by hand."""
 
 import json
-import re
 from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from scripts import REPO
 
 from episode import Task
-from eval import EvalConfig, dry_run
 from evals import results
 from evals.benchmarks import SPLITS, UNGRADED, Cue, Item, count_items, figures, grade, load_split, with_subtitles
-from runtime import config
 from runtime.dataset import DataError
 
 
@@ -307,31 +303,3 @@ def test_the_published_numbers_are_of_our_splits():
     table = results.read_published()["table"]
     assert set(table["columns"]) <= set(SPLITS) and len(table["frames"]) == 7
     assert len(table["rows"]) == 15 and all(len(row["scores"]) == 7 for row in table["rows"])
-
-
-def test_the_dry_run_of_every_row_names_what_is_missing_and_all_that_is_unlike_the_paper(tmp_path, monkeypatch, capsys):
-    """The facts are in configs/eval/published.yaml. Past bug: a fact with a colon was printed as a mapping."""
-    published = results.read_published()
-    rows = set()
-    monkeypatch.chdir(tmp_path)
-    for path in (REPO / "configs" / "eval").rglob("*.yaml"):
-        if path.stem in ("base", "published", "toy"):
-            continue
-        cfg = config.load(EvalConfig, path, ["rollout.server_gpus=[]", "api={url: ''}"])
-        if cfg.checkpoint.startswith("runs/"):
-            continue  # of our own training, so without a published run
-        with pytest.raises(DataError) as missing:
-            dry_run(cfg)
-        for split, root in cfg.splits.items():
-            assert f"{split}: {root}: no such folder" in str(missing.value)
-        notes = capsys.readouterr().out
-        # With its own protocol, the run is compared with the row of the table key by key.
-        unlike = re.findall(r"unlike (\w+)\.yaml: (\S+):", notes)
-        assert {row for row, _ in unlike} == ({path.stem} if path.parent.name == "own" else set())
-        # Differences that no key shows are printed for both.
-        row = cfg.name.removesuffix(" (own)")
-        assert re.findall("the published run: (.*)", notes) == [
-            text for group in published["differs"][row] for text in group
-        ]
-        rows.add(row)
-    assert rows == {row["name"] for row in published["table"]["rows"]}

@@ -7,7 +7,6 @@ import math
 import os
 import random
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -28,12 +27,12 @@ from scripted import Scripted, is_subagent, load_episodes, turns
 from scripts import REPO, Forked, finish, line, lines, sections, start, wait_for, write_results
 
 import eval as evaluation
-from eval import EvalConfig, as_trained, dry_run, with_names
+from eval import EvalConfig, as_trained, dry_run
 from evals import results, tables
 from evals.benchmarks import SPLITS, load_split
 from evals.results import costs, rates, read_results
+from evals.rows import pick
 from evals.tables import interval
-from rl import RLConfig
 from rollout import derive_seed
 from runtime import config
 from runtime.dataset import DataError
@@ -41,12 +40,12 @@ from runtime.engine import EngineError
 from runtime.folder import only_run_in
 from runtime.prompts import Prompts
 from runtime.render import END_OF_TURN
-from runtime.visual import VisualContract
 from study import report as report_page
 from study.toy import DURATIONS
 
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 1000}}\n</tool_call>'
 CONFIGS = REPO / "configs" / "eval"
+OURS = ("row=paravt_8b", "way=own")
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ def write(toy_dir, tmp_path):
 
 
 def load(path: Path, *overrides: str) -> EvalConfig:
-    return config.load(EvalConfig, path, overrides)
+    return config.load(EvalConfig, path, overrides, pick)
 
 
 def run(path: Path, *overrides: str) -> int:
@@ -619,32 +618,6 @@ def test_the_exit_status_of_a_table_reaches_the_shell():
 
 # ------------------------------------------------------------------------------------------------ configs
 
-# In own/: with the authors' settings; one folder up: as in the published run.
-ROWS = sorted(CONFIGS.glob("own/*.yaml"))
-
-
-@pytest.mark.parametrize("path", ROWS, ids=lambda path: path.stem)
-def test_a_row_is_asked_in_both_ways(path):
-    row = path.stem
-    own, cfg = load(path), load(CONFIGS / f"{row}.yaml")
-    # As in the published run, all models get the same settings.
-    visual, agent, protocol = cfg.visual, cfg.rollout, own.prompting.protocol
-    assert (visual.frame_pixels, visual.max_frame_pixels, cfg.frames) == (100352, 602112, (64,))
-    # No stamps and the same crops, except a protocol's own.
-    stamps = {"conan": "{clock}", "video_zoomer": "<frame{i}_time{:.2f}s>"}
-    assert visual.stamp == stamps.get(protocol, "")
-    assert (visual.crop_fps, visual.crop_max_frames) == (1.0, 128 if protocol == "longvt" else 16)
-    if protocol in ("conan", "longvt", "video_zoomer"):
-        assert own.visual.stamp == visual.stamp and own.visual.crop_max_frames == visual.crop_max_frames
-    assert (agent.temperature, agent.max_new_tokens, agent.max_context) == (0, 2048, 65536)
-    assert cfg.prompting.protocol == (protocol if protocol in ("agent", "conan", "longvt", "video_zoomer") else "think")
-    if cfg.agentic:
-        assert (agent.tool_return, agent.think_prefix, agent.max_turns, agent.max_calls) == ("frames", False, 3, 5)
-    # With the authors' settings: the same weights on the same data, in a run and a row of its own.
-    assert (own.name, own.run) == (f"{cfg.name} (own)", f"runs/eval/own/{row}") and cfg.run == f"runs/eval/{row}"
-    assert (own.checkpoint, own.splits) == (cfg.checkpoint, cfg.splits)
-    assert (own.visual or VisualContract()).patch == visual.patch == (16 if cfg.agentic else 14)
-
 
 def two_gpus_with_sglang_and_three_cores() -> None:
     sys.modules.pop("eval", None)
@@ -652,87 +625,20 @@ def two_gpus_with_sglang_and_three_cores() -> None:
     importlib.util.find_spec = lambda name: name
     from eval import EvalConfig
 
-    for row in ("paravt_8b", "own/paravt_8b", "gpt4o", "toy"):
-        cfg = config.load(EvalConfig, f"configs/eval/{row}.yaml")
+    for words in ("rows row=paravt_8b", "rows row=paravt_8b way=own", "rows row=gpt4o", "toy"):
+        name, *overrides = words.split()
+        cfg = config.load(EvalConfig, f"configs/eval/{name}.yaml", overrides, pick)
         print(cfg.rollout.server_gpus, cfg.rollout.concurrency, cfg.decoders)
 
 
 @pytest.mark.slow
 def test_a_row_takes_the_gpus_and_cores_of_its_machine():
     """Past bug: rows were written for 8 GPUs and refused on other machines."""
-    cfg = load(CONFIGS / "own" / "paravt_8b.yaml")
+    cfg = load(CONFIGS / "rows.yaml", *OURS)
     assert (cfg.rollout.server_gpus, cfg.decoders) == ((), os.cpu_count())  # without SGLang
     # Published frames are large. For GPT-4o, the number of concurrent requests counts.
     told = finish(Forked(two_gpus_with_sglang_and_three_cores))
     assert told == "(0, 1) 64 3\n(0, 1) 256 3\n() 8 3\n() 64 1\n"
-
-
-def test_every_command_in_a_config_is_one_that_loads():
-    commands = []
-    for path in CONFIGS.rglob("*.yaml"):
-        text = path.read_text().replace("\\\n#", "")  # join a command that continues on the next line
-        for command in re.findall(r"^#.*python eval\.py (configs/[^`\n]*)", text, re.M):
-            file, *words = shlex.split(command.replace("ROW", "conan"), comments=True)
-            commands.append(file)
-            load(REPO / file, *(word for word in words if word != "--dry-run"))
-    files = {str(path.relative_to(REPO)) for path in CONFIGS.rglob("*.yaml")}
-    assert set(commands) <= files
-    assert len(set(commands)) >= 28  # all but base.yaml and published.yaml, and those of a fork
-
-
-def test_every_model_of_rl_has_a_command_that_asks_it_as_it_was_trained():
-    seen = []
-    for path in CONFIGS.rglob("*.yaml"):
-        if path.name not in ("base.yaml", "published.yaml") and not load(path).checkpoint.startswith("runs/"):
-            seen += [load(path).run, load(path).name]
-    for path in sorted((REPO / "configs").glob("*.yaml")):
-        text = path.read_text().replace("\\\n#", "")
-        base = re.search(r"^base: (\S+)", text, re.M)
-        if "sft" in path.name or base and "think_prefix" not in text and re.search("_(2b|4gpu|2nodes|tp4)", path.name):
-            continue  # the same training in another folder
-        commands = re.findall(r"python eval\.py (configs/.*)", text)
-        if not commands:
-            continue  # a fork's config. The count below finds out if one of ours has lost its command
-        [command] = commands
-        file, *words = shlex.split(command)
-        trained, asked = config.load(RLConfig, path), with_names(load(REPO / file, *words))
-        assert asked.checkpoint == f"{trained.run}/model"
-        seen += [asked.run, asked.name]
-        for name in ("tools", "tool_return"):
-            assert getattr(asked.rollout, name) == getattr(trained.rollout, name), (path.name, name)
-        assert asked.rollout.think_prefix in (None, trained.rollout.think_prefix), path.name
-    assert len(set(seen)) == len(seen) >= 84  # each has a run and a row of the table of its own
-
-
-@pytest.mark.parametrize(
-    "checkpoint, run, name",
-    [
-        ("runs/mine/model", "mine", "mine"),
-        ("/data/runs/mine/models/step-000040", "mine-step-000040", "mine-step-000040"),
-        ("mwxely/ParaVT-8B-SFT", "ParaVT-8B-SFT", "ParaVT-8B (ParaVT-8B-SFT)"),
-    ],
-)
-def test_a_model_of_our_own_is_named_after_its_training(checkpoint, run, name):
-    cfg = with_names(load(CONFIGS / "trained.yaml", f"checkpoint={checkpoint}"))
-    assert (cfg.run, cfg.name) == (f"runs/eval/own/{run}", name)
-
-
-@pytest.mark.parametrize(
-    "family, width, depth, name",
-    [
-        ("qwen3_vl", 4096, 36, "ParaVT-8B (mine)"),
-        ("qwen2_5_vl", 3584, 28, "Qwen2.5-VL-7B (mine)"),
-        ("qwen3_vl", 2048, 28, "mine"),  # the 2B
-    ],
-)
-def test_a_model_of_a_published_size_has_the_published_row(tmp_path, family, width, depth, name):
-    folder = tmp_path / "mine" / "model"
-    folder.mkdir(parents=True)
-    model = {"model_type": family, "text_config": {"hidden_size": width, "num_hidden_layers": depth}}
-    (folder / "config.json").write_text(json.dumps(model))
-    cfg = load(CONFIGS / "trained.yaml", f"checkpoint={folder}")
-    assert with_names(cfg).name == name
-    assert with_names(replace(cfg, name="hers", run="there")) == replace(cfg, name="hers", run="there")
 
 
 def test_a_model_opens_its_turns_as_it_was_trained_to_unless_the_config_says_otherwise(tmp_path):
@@ -743,25 +649,16 @@ def test_a_model_opens_its_turns_as_it_was_trained_to_unless_the_config_says_oth
     assert as_trained(replace(asked, think_prefix=False), tmp_path).think_prefix is False
 
 
-def test_a_row_is_not_unlike_itself(toy_dir, capsys):
-    """Past bug: a mere change of checkpoint printed "visual: None, now 65536", though the run uses the checkpoint's 1024."""
-    cfg = load(CONFIGS / "toy.yaml", f"checkpoint={toy_dir}/model", f"splits.toy={toy_dir}", "limit=1")
-    dry_run(cfg)
-    assert "unlike" not in capsys.readouterr().out
-    dry_run(replace(cfg, frames=(4,)))
-    assert re.findall("unlike (.*)", capsys.readouterr().out) == ["toy.yaml: frames: (4, 8, 16, 32, 64), now (4,)"]
-
-
 def test_a_dry_run_refuses_what_the_run_would(toy_dir, capsys, refused):
     usual = [f"checkpoint={toy_dir}/model", f"splits={{toy: {toy_dir}}}", "rollout.server_gpus=[]"]
-    dry_run(load(CONFIGS / "own" / "paravt_8b.yaml", *usual))
+    dry_run(load(CONFIGS / "rows.yaml", *OURS, *usual))
     assert "ok      toy: 8 items, 16 episodes" in capsys.readouterr().out  # with tools and without
     for override, rule in (
         ("visual={frame_pixels: 4096}", "this run has 4096, the checkpoint 1024"),
         ("rollout.urls=[localhost:9]", "no server answers at localhost:9"),
         ("run=/dev/null/here", "/dev/null is not a writable folder"),
     ):
-        refused(load(CONFIGS / "own" / "paravt_8b.yaml", *usual, override), rule)
+        refused(load(CONFIGS / "rows.yaml", *OURS, *usual, override), rule)
 
 
 def test_all_missing_splits_are_one_fault_and_a_dry_run_downloads_nothing(write, refused, capsys):

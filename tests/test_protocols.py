@@ -11,7 +11,6 @@ from collections import namedtuple
 import pytest
 import yaml
 from scripted import MemoryVideos, Scripted, check_trajectory
-from scripts import REPO
 from tiny import CONTRACT
 
 from episode import Task, dump
@@ -19,6 +18,7 @@ from eval import EvalConfig
 from evals import protocols
 from evals.benchmarks import Cue, Item
 from evals.protocols import PROTOCOLS, WORDS, Prompting, run_protocol
+from evals.rows import ROWS_FILE, pick
 from rollout import AgentContext, RolloutConfig, render_prompt, run_episode
 from runtime import config
 from runtime.engine import EngineError
@@ -65,7 +65,7 @@ def contract_of(protocol: str) -> VisualContract:
     """Return the tests' small contract, with the stamps and the crops of the protocol's own row if it has one."""
     if protocol in ("agent", *ONE_TURN):
         return CONTRACT
-    visual = config.load(EvalConfig, REPO / "configs" / "eval" / f"{protocol}.yaml").visual
+    visual = config.load(EvalConfig, ROWS_FILE, [f"row={protocol}"], pick).visual
     return dataclasses.replace(CONTRACT, stamp=visual.stamp, crop_max_frames=visual.crop_max_frames)
 
 
@@ -164,10 +164,10 @@ Think between <think> and </think>, then give the final answer between <answer> 
 The frames are only a sample. If they do not show enough, call tools before you answer: several calls in one turn run in parallel, and each returns a report."""  # noqa: E501
 
 
-@pytest.mark.parametrize("row", ["paravt_8b", "own/paravt_8b"])
-def test_a_row_is_told_what_is_so(renderer, row):
+@pytest.mark.parametrize("way", ["table", "own"])
+def test_a_row_is_told_what_is_so(renderer, way):
     """Past bug: rows that show bare images and return frames had a prompt about times and reports."""
-    cfg = config.load(EvalConfig, REPO / "configs" / "eval" / f"{row}.yaml")
+    cfg = config.load(EvalConfig, ROWS_FILE, ["row=paravt_8b", f"way={way}"], pick)
     own = cfg.visual is None  # as trained: stamps and reports
     reports = ["a cat" + END] * 2 if own else []
     reader = Renderer(renderer.tokenizer, cfg.visual or VisualContract())

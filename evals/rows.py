@@ -1,0 +1,80 @@
+"""rows.py: read configs/eval/rows.yaml, which has one row per model: how it is asked, and how the published run differs.
+
+    cfg = config.load(EvalConfig, "configs/eval/rows.yaml", ["row=conan", "way=own"], rows.pick)   # as eval.py does
+    list_differences("Conan-7B (own)")   # what the published run of this model did that no key expresses
+
+`row` picks a row, and `way` how it is asked: `table` (default) as in the paper's table, `own` as the model's authors do. A YAML
+file whose `base` is rows.yaml may set both. Neither is a setting of the run, so RUN/config.yaml has neither.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from runtime.config import ConfigError, apply_override, merge, read_tree, suggest
+
+ROWS_FILE = Path(__file__).parent.parent / "configs" / "eval" / "rows.yaml"
+NOT_SETTINGS = ("like", "own", "differs")  # keys of a row
+
+
+def pick(tree: dict, overrides: Sequence[str]) -> tuple[dict, Sequence[str]]:
+    """Return the settings of the row that a file or the command line chooses, and the overrides that are left to apply. A file
+    without rows is returned as it is."""
+    if "rows" not in tree:
+        return tree, overrides
+    above = dict(tree)
+    left = []
+    for override in overrides:
+        if override.partition("=")[0] in ("row", "way"):
+            apply_override(above, override)
+        else:
+            left.append(override)
+    above.pop("groups", None)  # rows.yaml has them only for its `differs`
+    shared = above.pop("shared", {})
+    rows = above.pop("rows")
+    row = str(above.pop("row", ""))
+    way = str(above.pop("way", "table"))
+    return merge(settings_of(rows, row, way, shared), above), left
+
+
+def settings_of(rows: dict, row: str, way: str, shared: dict) -> dict:
+    """Return the settings of a row that is asked in one way. Each layer is laid over the one before: `shared`, the row that it
+    is `like`, the row, and with way=own the `own` of both."""
+    layers = with_likes(rows, row)
+    own_layers = [layer["own"] for layer in layers if "own" in layer]
+    ways = ("table", "own") if own_layers else ("table",)
+    if way not in ways:
+        raise ConfigError(f"way = {way!r}: {row} is not asked in this way; {suggest(way, ways)}")
+    if way == "own":
+        layers += own_layers
+    settings = shared
+    for layer in layers:
+        settings = merge(settings, layer)
+    settings = {key: value for key, value in settings.items() if key not in NOT_SETTINGS}
+
+    # Each way has a folder and a row of the table of its own.
+    settings["run"] = f"runs/eval/{row}"
+    if way == "own":
+        settings["run"] = f"runs/eval/own/{row}"
+        settings["name"] = f"{settings.get('name', row)} (own)"
+    return settings
+
+
+def with_likes(rows: dict, row: str) -> list[dict]:
+    """Return a row, and before it those that it is `like`."""
+    if row not in rows:
+        raise ConfigError(f"row = {row!r}: no such row; {suggest(row, rows)}")
+    found = rows[row]
+    return [*with_likes(rows, found["like"]), found] if "like" in found else [found]
+
+
+def list_differences(name: str) -> list[str]:
+    """List how the published run of a model differs from its row where no key can express it. `name`: the model's row in the
+    table, such as "ParaVT-8B" or "ParaVT-8B (own)"."""
+    rows = read_tree(ROWS_FILE)["rows"]
+    for key in rows:
+        row = {}
+        for layer in with_likes(rows, key):
+            row |= layer
+        if row.get("name") == name.partition(" (")[0]:
+            return [text for group in row.get("differs", ()) for text in group]
+    return []

@@ -1,0 +1,143 @@
+"""configs/eval/rows.yaml: each row is asked as in the paper's table and as its authors ask, and says what still differs."""
+
+import re
+
+import pytest
+
+from eval import EvalConfig, dry_run, with_names
+from evals.results import read_published
+from evals.rows import ROWS_FILE, pick
+from runtime import config
+from runtime.dataset import DataError
+from runtime.visual import VisualContract
+
+ROWS = config.read_tree(ROWS_FILE)["rows"]
+ONE_WAY = ("gpt4o", "gemini_15_pro", "qwen25vl_7b", "sage")
+TWO_WAYS = [row for row in ROWS if row not in ONE_WAY]
+
+
+def load(*words: str, path=ROWS_FILE) -> EvalConfig:
+    return config.load(EvalConfig, path, words, pick)
+
+
+@pytest.mark.parametrize("row", TWO_WAYS)
+def test_a_row_is_asked_in_both_ways(row):
+    own, cfg = load(f"row={row}", "way=own"), load(f"row={row}")
+    # As in the published run, all models get the same settings.
+    visual, agent, protocol = cfg.visual, cfg.rollout, own.prompting.protocol
+    assert (visual.frame_pixels, visual.max_frame_pixels, cfg.frames) == (100352, 602112, (64,))
+    # No stamps and the same crops, except a protocol's own.
+    stamps = {"conan": "{clock}", "video_zoomer": "<frame{i}_time{:.2f}s>"}
+    assert visual.stamp == stamps.get(protocol, "")
+    assert (visual.crop_fps, visual.crop_max_frames) == (1.0, 128 if protocol == "longvt" else 16)
+    if protocol in ("conan", "longvt", "video_zoomer"):
+        assert own.visual.stamp == visual.stamp and own.visual.crop_max_frames == visual.crop_max_frames
+    assert (agent.temperature, agent.max_new_tokens, agent.max_context) == (0, 2048, 65536)
+    assert cfg.prompting.protocol == (protocol if protocol in ("agent", "conan", "longvt", "video_zoomer") else "think")
+    if cfg.agentic:
+        assert (agent.tool_return, agent.think_prefix, agent.max_turns, agent.max_calls) == ("frames", False, 3, 5)
+    # With the authors' settings: the same weights on the same data, in a run and a row of its own.
+    assert (own.name, own.run) == (f"{cfg.name} (own)", f"runs/eval/own/{row}") and cfg.run == f"runs/eval/{row}"
+    assert (own.checkpoint, own.splits) == (cfg.checkpoint, cfg.splits)
+    assert (own.visual or VisualContract()).patch == visual.patch == (16 if cfg.agentic else 14)
+
+
+def test_the_dry_run_of_every_row_names_what_is_missing_and_how_the_published_run_differs(
+    tmp_path, monkeypatch, capsys
+):
+    """Past bug: a fact with a colon was printed as a mapping."""
+    monkeypatch.chdir(tmp_path)  # without datasets
+    notes = {}
+    for row in ROWS:
+        for way in ("table", "own") if row in TWO_WAYS else ("table",):
+            cfg = load(f"row={row}", f"way={way}", "rollout.server_gpus=[]", "api={url: ''}")
+            with pytest.raises(DataError) as missing:
+                dry_run(cfg)
+            for split, root in cfg.splits.items():
+                assert f"{split}: {root}: no such folder" in str(missing.value)
+            notes.setdefault(cfg.name.removesuffix(" (own)"), []).append(
+                re.findall("note    the published run: (.*)", capsys.readouterr().out)
+            )
+    assert notes.keys() == {row["name"] for row in read_published()["table"]["rows"]}
+    for told, *again in notes.values():
+        assert len(told) >= 4 and again in ([], [told])
+    assert "Charades: ParaVT-8B reads the minimal system prompt" in " ".join(notes["Qwen3-VL-8B"][0])
+
+
+LAYERS = """
+groups: {open: &open [they differ]}
+shared: {splits: {toy: a, mlvu: a}, checkpoint: shared, frames: [1], decoders: 1, limit: 1, seed: 1}
+rows:
+  old:
+    name: Old
+    frames: [2]
+    decoders: 2
+    limit: 2
+    seed: 2
+    own: {limit: 4, seed: 4}
+    differs: [*open]
+  new:
+    like: old
+    name: New
+    decoders: 3
+    limit: 3
+    seed: 3
+    own: {seed: 5}
+"""
+
+
+def test_each_layer_lies_over_the_one_before(tmp_path):
+    (tmp_path / "rows.yaml").write_text(LAYERS)
+    (tmp_path / "mine.yaml").write_text("base: rows.yaml\nrow: new\nway: own\nname: ''\nseed: 6\nsplits: {mmvu: a}")
+
+    def settings(name: str, *words: str) -> tuple:
+        cfg = load(*words, path=tmp_path / name)
+        return cfg.run, cfg.name, cfg.frames[0], cfg.decoders, cfg.limit, cfg.seed, " ".join(cfg.splits)
+
+    assert settings("rows.yaml", "row=old") == ("runs/eval/old", "Old", 2, 2, 2, 2, "toy mlvu")
+    assert settings("rows.yaml", "row=new") == ("runs/eval/new", "New", 2, 3, 3, 3, "toy mlvu")
+    # The `own` of both rows lies over both rows.
+    own = ("runs/eval/own/new", "New (own)", 2, 3, 4, 5, "toy mlvu")
+    assert settings("rows.yaml", "way=own", "row=new") == own
+    # A file on top merges its mappings. A value of the command line replaces them.
+    assert settings("mine.yaml") == ("runs/eval/own/new", "", 2, 3, 4, 6, "toy mlvu mmvu")
+    assert settings("mine.yaml", "row=old", "way=table", "run=r", "splits={toy: b}") == ("r", "", 2, 2, 2, 6, "toy")
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        ([], "row = '': no such row; choose from gpt4o, gemini_15_pro, paravt_8b"),
+        (["row=conann"], "row = 'conann': no such row; did you mean conan?"),
+        (["row=conan", "way=onw"], "way = 'onw': conan is not asked in this way; did you mean own?"),
+        (["row=sage", "way=own"], "way = 'own': sage is not asked in this way; choose from table"),
+    ],
+)
+def test_a_row_or_a_way_that_is_not_there_is_refused(words, told):
+    with pytest.raises(config.ConfigError, match=re.escape(told)):
+        load(*words)
+
+
+@pytest.mark.parametrize(
+    "checkpoint, label",
+    [
+        ("runs/mine/model", "mine"),
+        ("/data/runs/mine/models/step-000040", "mine-step-000040"),
+        ("mwxely/ParaVT-8B-SFT", "ParaVT-8B-SFT"),
+    ],
+)
+def test_a_model_of_our_own_is_named_after_its_training_and_asked_in_our_way(checkpoint, label):
+    trained, own = ROWS_FILE.with_name("trained.yaml"), load("row=paravt_8b", "way=own")
+    cfg = with_names(load(f"checkpoint={checkpoint}", path=trained))
+    assert (cfg.run, cfg.name) == (f"runs/eval/own/{label}", label)
+    assert (cfg.arms, cfg.splits, cfg.visual) == (own.arms, own.splits, None)
+    assert (cfg.rollout.tool_return, cfg.rollout.think_prefix) == ("subagent", None)
+    given = with_names(load(f"checkpoint={checkpoint}", "name=ParaVT-8B (mine)", "run=there", path=trained))
+    assert (given.run, given.name) == ("there", "ParaVT-8B (mine)")
+
+
+def test_only_a_name_of_the_table_has_a_published_run(toy_dir, capsys):
+    usual = [f"checkpoint={toy_dir}/model", f"splits.toy={toy_dir}", "limit=1"]
+    for name, count in (("mine", 0), ("ParaVT-8B (mine)", 19)):
+        dry_run(load(*usual, f"name={name}", path=ROWS_FILE.with_name("toy.yaml")))
+        assert capsys.readouterr().out.count("the published run:") == count
