@@ -73,9 +73,9 @@ class RolloutConfig(EngineConfig):
     """What the main agent gets from a video tool: a sub-agent's report, or the frames themselves."""
     think_prefix: bool | None = True
     """Force `<think>` at the start of each turn of the main agent. null: in an evaluation, as in the checkpoint's training."""
-    max_turns: int = 3
-    """Rounds of calls. After the last one comes one more turn, the answer: 3 rounds make at most 4 turns. Under sequential, each
-    call of a round takes a turn."""
+    max_rounds: int = 3
+    """Rounds of calls. One more turn is the answer, so 3 rounds make at most 4 turns. Under sequential, each call of a round
+    takes a turn."""
     max_calls: int = 5
     """Calls that run in one turn. Further calls get an error text."""
     max_new_tokens: int = 2048
@@ -93,7 +93,7 @@ class RolloutConfig(EngineConfig):
         refuse_unknown_tools(self.tools)
         if self.dispatch != "none" and not self.tools:
             raise ValueError("tools = []: use `dispatch: none` for an agent without tools")
-        for name in ("max_turns", "max_calls", "max_new_tokens", "max_context", "call_timeout", "concurrency"):
+        for name in ("max_rounds", "max_calls", "max_new_tokens", "max_context", "call_timeout", "concurrency"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
 
@@ -145,13 +145,13 @@ class Flow:
 
 def agent_flow(cfg: RolloutConfig) -> Flow:
     """Return the flow of our agent."""
-    rounds = cfg.max_turns
+    rounds = cfg.max_rounds
     calls_per_turn = cfg.max_calls
     closing = ""
     if cfg.dispatch == "none":
         rounds = 0
     if cfg.dispatch == "sequential":  # one call per turn, and as many in all
-        rounds = cfg.max_turns * cfg.max_calls
+        rounds = cfg.max_rounds * cfg.max_calls
         calls_per_turn = 1
         closing = "</tool_call>"
     return Flow(

@@ -105,7 +105,7 @@ def test_the_saved_config_is_the_run_config(tmp_path):
 
 
 def test_what_a_mapping_leaves_out_is_as_its_parent_has_it(tmp_path):
-    """Past bug: with `rollout.max_turns=2`, a greedy evaluation sampled at 0.7, the nested class's own default."""
+    """Past bug: with `rollout.max_rounds=2`, a greedy evaluation sampled at 0.7, the nested class's own default."""
 
     @dataclass(frozen=True)
     class Run:

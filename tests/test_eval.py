@@ -60,7 +60,7 @@ def write(toy_dir, tmp_path):
             "splits": {"toy": str(toy_dir)},
             "frames": [4],
             "prompting": {"protocol": "direct"},
-            "rollout": {"temperature": 0, "max_turns": 1, "max_new_tokens": 24, "subagents": {"max_new_tokens": 8}},
+            "rollout": {"temperature": 0, "max_rounds": 1, "max_new_tokens": 24, "subagents": {"max_new_tokens": 8}},
             "decoders": 1,
         }
         tree["rollout"]["think_prefix"] = True

@@ -211,7 +211,7 @@ def test_a_slow_call_is_given_up_and_costs_its_siblings_nothing(renderer):
 def test_after_the_last_round_calls_are_not_run(renderer):
     """The released code runs the last turn's calls and never shows their results."""
     engine = Scripted(renderer, turns("x</think>" + call() + END))
-    [episode] = play(renderer, None, engine=engine, max_turns=3)
+    [episode] = play(renderer, None, engine=engine, max_rounds=3)
     assert len(episode.main.turns) == 4 and len(episode.calls) == 3
     assert sum(is_subagent(request.prompt) for request in engine.asked) == 3
     told = [NO_CALLS_LEFT in turn for turn in user_turns(episode, renderer)]
@@ -233,7 +233,7 @@ def test_a_turn_that_is_cut_off_ends_the_episode_within_the_context(renderer):
 
 def test_sequential_dispatch_runs_one_call_per_turn_with_the_same_budget(renderer):
     said = turns("x</think>" + call(0, 10) + call(10, 20) + END)
-    [episode] = play(renderer, said, dispatch="sequential", max_turns=2, max_calls=3)
+    [episode] = play(renderer, said, dispatch="sequential", max_rounds=2, max_calls=3)
     assert len(episode.calls) == 6 and all(len(reports(turn)) == 1 for turn in user_turns(episode, renderer)[1:])
     for start, end in episode.main.turns:
         assert renderer.decode(episode.main.ids[start:end]).endswith("</tool_call>")
@@ -323,7 +323,7 @@ def test_a_bug_of_ours_and_ctrl_c_end_the_run_and_no_further_turn_starts(rendere
 
     engine = Scripted(renderer, reply, latency=0.02)
     with pytest.raises(error, match="stop"):
-        play(renderer, None, engine=engine, tasks=tasks_named(40), concurrency=2, max_turns=9)
+        play(renderer, None, engine=engine, tasks=tasks_named(40), concurrency=2, max_rounds=9)
     asked = len(engine.asked)
     time.sleep(0.15)
     assert len(engine.asked) <= asked + 1  # the other episode may just have asked
@@ -435,7 +435,7 @@ def test_random_completions_break_no_invariant(renderer, ends_as_qwen, count):
             ids += rng.choice(pieces) if rng.random() < 0.6 else [rng.choice(vocabulary)]
         return [*ids, renderer.end_of_turn]
 
-    limits = {"max_new_tokens": 300, "max_context": 3000, "max_turns": 2, "max_calls": 2, "concurrency": 16}
+    limits = {"max_new_tokens": 300, "max_context": 3000, "max_rounds": 2, "max_calls": 2, "concurrency": 16}
     engine, step = Scripted(renderer, reply), 0
     while len(engine.asked) < count:
         for episode in play(renderer, None, engine=engine, tasks=tasks_named(50), k=1, step=step, **limits):

@@ -35,7 +35,7 @@ def test_a_row_is_asked_in_both_ways(row):
     assert (agent.temperature, agent.max_new_tokens, agent.max_context) == (0, 2048, 65536)
     assert cfg.prompting.protocol == (protocol if protocol in ("agent", "conan", "longvt", "video_zoomer") else "think")
     if cfg.agentic:
-        assert (agent.tool_return, agent.think_prefix, agent.max_turns, agent.max_calls) == ("frames", False, 3, 5)
+        assert (agent.tool_return, agent.think_prefix, agent.max_rounds, agent.max_calls) == ("frames", False, 3, 5)
     # With the authors' settings: the same weights on the same data, in a run and a row of its own.
     assert (own.name, own.run) == (f"{cfg.name} (own)", f"runs/eval/own/{row}") and cfg.run == f"runs/eval/{row}"
     assert (own.checkpoint, own.splits) == (cfg.checkpoint, cfg.splits)
