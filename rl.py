@@ -56,7 +56,7 @@ from runtime.distributed import (
 from runtime.engine import Engine, EngineError
 from runtime.open_engine import open_engine
 from runtime.packing import Bundle
-from runtime.plan import plan_rl
+from runtime.plan import Plan, plan_inprocess, plan_servers, plan_training
 from runtime.policy import Policy
 from runtime.render import Renderer
 from runtime.run import Clock, Run, RunConfig, make_optimizer, optimizer_step, require_memory, speed
@@ -414,6 +414,27 @@ def refuse_infinite_gap(gap: float, step: int) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ before the run
+
+
+def plan_rl(cfg: RLConfig) -> list[Plan]:
+    """Plan the GPUs that train and, if they are others, those that sample."""
+    rollout = cfg.rollout
+    # The longest micro-batch: a full one, or one episode that fills its context.
+    longest = max(cfg.grpo.train_tokens, rollout.max_context)
+    training = plan_training(cfg.policy, cfg.plan.gpus, longest, reference=cfg.grpo.kl_coef > 0)
+    if rollout.urls:
+        return [training]
+    if rollout.server_gpus:
+        # Episodes of this node that run at once.
+        nodes = max(1, world_size() // local_size())
+        of_this_node = math.ceil(cfg.batch_tasks / nodes) * cfg.grpo.group_size
+        episodes = min(of_this_node, rollout.concurrency * cfg.plan.gpus)
+        engine = plan_servers(cfg.policy, rollout, cfg.visual, episodes, cfg.grpo.group_size, rollout.max_new_tokens)
+        if not set(rollout.server_gpus) & set(range(cfg.plan.gpus)):
+            return [training, engine]
+    else:
+        engine = plan_inprocess(cfg.policy, rollout.max_batch_tokens)
+    return [Plan("training and engine on one GPU", training.held | engine.held, training.used | engine.used)]
 
 
 def require_hardware(cfg: RLConfig, dry: bool = False) -> None:

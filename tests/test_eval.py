@@ -709,7 +709,7 @@ def test_every_model_of_rl_has_a_command_that_asks_it_as_it_was_trained():
     [
         ("runs/mine/model", "mine", "mine"),
         ("/data/runs/mine/models/step-000040", "mine-step-000040", "mine-step-000040"),
-        ("mwxely/ParaVT-8B-SFT", "ParaVT-8B-SFT", "ParaVT-8B (ParaVT-8B-SFT)"),
+        ("mwxely/ParaVT-8B-SFT", "ParaVT-8B-SFT", "ParaVT-8B-SFT"),
     ],
 )
 def test_a_model_of_our_own_is_named_after_its_training(checkpoint, run, name):
