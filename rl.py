@@ -57,7 +57,7 @@ from runtime.engine import Engine, EngineError
 from runtime.folder import hold_folder, require_folder
 from runtime.open_engine import open_engine, require_servers
 from runtime.packing import Bundle
-from runtime.plan import plan_rl
+from runtime.plan import Plan, plan_inprocess, plan_servers, plan_training
 from runtime.policy import Policy
 from runtime.render import Renderer, refuse_template
 from runtime.run import Clock, Run, RunConfig, make_optimizer, optimizer_step, require_memory, require_weights, speed
@@ -436,7 +436,28 @@ def refuse_infinite_gap(gap: float, step: int) -> None:
         )
 
 
-# ------------------------------------------------------------------------------------------------ --check-data
+# ------------------------------------------------------------------------------------------------ before the run
+
+
+def plan_rl(cfg: RLConfig, gpus: int) -> list[Plan]:
+    """Plan the GPUs of a node: `gpus` that train and, if they are others, those that sample."""
+    rollout = cfg.rollout
+    # The longest micro-batch: a full one, or one episode that fills its context.
+    longest = max(cfg.grpo.train_tokens, rollout.max_context)
+    training = plan_training(cfg.policy, gpus, longest, reference=cfg.grpo.kl_coef > 0)
+    if rollout.urls:
+        return [training]
+    if rollout.server_gpus:
+        # Episodes of this node that run at once.
+        nodes = max(1, world_size() // local_size())
+        of_this_node = math.ceil(cfg.batch_tasks / nodes) * cfg.grpo.group_size
+        episodes = min(of_this_node, rollout.concurrency * gpus)
+        engine = plan_servers(cfg.policy, rollout, cfg.visual, episodes, cfg.grpo.group_size, rollout.max_new_tokens)
+        if not set(rollout.server_gpus) & set(range(gpus)):
+            return [training, engine]
+    else:
+        engine = plan_inprocess(cfg.policy, rollout.max_batch_tokens)
+    return [Plan("training and engine on one GPU", training.held | engine.held, training.used | engine.used)]
 
 
 def check_row(

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 import types
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -404,46 +405,56 @@ def test_servers_share_requests_and_all_have_the_weights_pushed_last(serve, prom
     for version in range(3):
         if version:
             client.update_weights(tmp_path, version)
-        samples = at_once(client, [request(prompts[0], seed=i) for i in range(16)])
-        assert {sample.version for sample in samples} == {version}
+        rows = [request(dataclasses.replace(prompts[0]), seed=i) for i in range(16)]
+        assert {sample.version for sample in at_once(client, rows)} == {version}
     states = [state_of(url) for url in client.urls]
-    assert [state["loads"] for state in states] == [2, 2]
-    assert sum(state["served"] for state in states) == 48 and min(state["served"] for state in states) >= 18
+    assert [(state["loads"], state["served"]) for state in states] == [(2, 24), (2, 24)]
 
 
-def test_the_rollouts_of_a_prompt_are_read_by_one_server_while_it_has_time(serve, renderer):
-    """Its cache has the prompt. The other server answers if the first has eight more requests, or fails."""
-    client, clips = serve("slow=0.3", "slow=0.3"), [noise(1, seed=seed) for seed in range(2)]
-    ids = renderer.render([{"role": "user", "content": [clips[0], "What?"]}], generate=True).ids
-    rows = [request(prompt, [20 + i]) for prompt in [Prompt(ids, [clip]) for clip in clips] for i in range(8)]
-    at_once(client, rows)
-    assert [list(state_of(url)["prompts"].values()) for url in client.urls] == [[8], [8]]
-    at_once(client, rows[:8] * 2)
-    assert [state_of(url)["served"] for url in client.urls] == [16, 16]
-    # The other server read it last.
-    first, last = sorted(client.urls, key=lambda url: len(state_of(url)["prompts"]))
-    os.kill(state_of(last)["pid"], signal.SIGKILL)
-    client.generate(**rows[0])
-    assert state_of(first)["served"] == 17
+@pytest.mark.parametrize("ranks, prompts_of_a_rank", [(1, 40), (4, 40), (4, 2)])
+def test_each_server_gets_its_share_of_the_prompts(renderer, monkeypatch, ranks, prompts_of_a_rank):
+    """Within 10 %, although a prompt's requests all go to one server. Past bug: each rank's first prompts went to the first
+    servers, so with two prompts a rank, two of four servers had no work."""
+    readers = defaultdict(set)  # a prompt's first id -> the servers that were asked about it
+
+    def reply(url: str, seconds: float, payload: dict) -> dict:
+        readers[payload["input_ids"][0]].add(url)
+        return {"meta_info": META, "prompt_token_ids": payload["input_ids"]}
+
+    monkeypatch.setattr("runtime.servers.request_json", reply)
+    for rank in range(ranks):
+        monkeypatch.setattr("runtime.servers.local_rank", lambda rank=rank: rank)
+        with contextlib.closing(connect(renderer, [f"http://server-{i}" for i in range(4)])) as client:
+            first = 100 * rank
+            prompts = [Prompt([first + i], []) for i in range(prompts_of_a_rank)]
+            at_once(client, [request(prompt, [20] * turn) for prompt in prompts for turn in range(4)])
+    counts = Counter(url for urls in readers.values() for url in urls)
+    assert {len(urls) for urls in readers.values()} == {1}
+    assert list(counts.values()) == pytest.approx([ranks * prompts_of_a_rank / 4] * 4, rel=0.1)
 
 
-def test_a_prompt_stays_with_the_server_that_read_it_first_and_leaves_no_entry_once_freed(serve, renderer):
-    client, clip = serve("", "", ""), noise(1)
+def test_a_prompt_stays_with_its_server_while_that_is_in_use(serve, renderer, tmp_path):
+    """Also with new weights, and if one of its requests was lost there and asked elsewhere."""
+    client, clip = serve("abort", ""), noise(1)  # the first server aborts every second request
     prompt = Prompt(question(renderer, [clip], "What?"), [clip])
-    for turn in range(9):  # all servers are idle, so without the prompt they would be drawn
+    for turn in range(8):
+        if turn == 4:
+            client.update_weights(tmp_path, 1)
         client.generate(**request(prompt, [20] * turn))
-    at_once(client, [request(prompt, [20 + i]) for i in range(8)])
-    assert sorted(state_of(url)["served"] for url in client.urls) == [0, 0, 17]
-    assert len(client._last_reader) == 1
+    assert [state_of(url)["served"] for url in client.urls] == [8, 4]
+    client.servers[0].process.kill()
+    for _ in range(MAX_FAILURES + 4):
+        client.generate(**request(prompt))
+    assert len(client.servers) == 1
+    assert state_of(client.urls[1])["served"] == 4 + MAX_FAILURES + 4
+
+
+def test_a_prompt_leaves_no_entry_once_freed(serve, prompts):
+    client, prompt = serve(), dataclasses.replace(prompts[0])
+    client.generate(**request(prompt))
+    assert len(client._server_of) == 1
     del prompt
-    assert not client._last_reader
-
-
-def test_servers_without_work_are_drawn(renderer):
-    """Past bug: each rank's first prompt went to the first server."""
-    client = connect(renderer, ("http://127.0.0.1:9", "http://127.0.0.1:10"))
-    assert {client._pick_server(client.servers, Prompt([], [])) for _ in range(64)} == set(client.servers)
-    client.close()
+    assert not client._server_of
 
 
 def test_a_server_on_several_gpus_is_told_so_and_named_by_them(renderer, prompts, tmp_path, monkeypatch, caplog):
@@ -584,19 +595,18 @@ def test_if_a_server_does_not_start_the_others_end_and_the_end_of_its_log_is_tol
 def test_a_server_is_left_out_after_three_failures_in_a_row_and_requests_in_flight_count_once(serve, prompts, caplog):
     client = serve("abort", "")  # it aborts every second request
     bad, good = client.servers
-    good.busy = 1  # so that `bad` is asked first
     sent = time.monotonic()
     for _ in range(64):
         client._count_failure(bad, Failure("connection reset"), sent)
     assert bad.failures == 1
     for failures in (2, 0, 1, 0):
-        client.generate(**request(dataclasses.replace(prompts[0])))  # a prompt that no server has read
+        client.generate(**request(prompts[0]))  # `bad` is asked first
         assert bad.failures == failures
     bad.process.kill()
     bad.process.wait()
     for _ in range(MAX_FAILURES):
         assert client.servers == [bad, good]
-        assert client.generate(**request(dataclasses.replace(prompts[0]))).finish == "stop"
+        assert client.generate(**request(prompts[0])).finish == "stop"
     assert client.servers == [good]
     [line] = caplog.messages
     assert line.startswith("servers left: 1, because the server on GPU 0 failed: exit code -9; ")
@@ -609,7 +619,6 @@ def test_a_server_that_hangs_is_left_out_at_once_and_its_owner_kills_it(serve, r
     os.kill(process.pid, signal.SIGSTOP)
     for client, killed in ((visitor, False), (owner, True)):
         client.request_timeout = 1.0
-        client.servers[1].busy = 1  # so that the first is asked first
         assert client.generate(**request(prompts[0])).finish == "stop"
         assert [server.url for server in client.servers] == owner.urls[1:]
         assert alive(process.pid) is not killed
@@ -646,7 +655,6 @@ def test_a_server_is_ready_for_weights_once_it_has_warmed_up(serve, renderer, pr
 def test_a_server_that_does_not_take_the_weights_is_left_out(serve, prompts, tmp_path, caplog, fault, told):
     client = serve(fault, "")
     if fault != "swap":
-        client.servers[1].busy = 1
         client.generate(**request(prompts[0]))
     client.update_weights(tmp_path, 1)
     assert [server.gpus for server in client.servers] == ["1"] and told in caplog.text

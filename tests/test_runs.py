@@ -321,7 +321,9 @@ def test_torchrun_restarts_a_run_of_which_a_process_is_killed(toy_dir, tmp_path,
     """Past bug: all attempts shared a store, so most restarts failed with "connection refused"."""
     monkeypatch.setenv("PYTHONPATH", f"{REPO}:{REPO}/tests")
     (tmp_path / "beside.py").write_text(BESIDE_A_SERVER)
-    cfg = rl_config(tmp_path / "run.yaml", toy_dir, steps=6, save_every=1, rollout={"server_gpus": [7], "max_rounds": 1})
+    cfg = rl_config(
+        tmp_path / "run.yaml", toy_dir, steps=6, save_every=1, rollout={"server_gpus": [7], "max_rounds": 1}
+    )
     process = start(str(tmp_path / "beside.py"), cfg, ranks=2, anew=True, restarts=1)
     wait_for((tmp_path / "run" / "state" / "step-00000001").exists, process)
     first, second = sorted(
