@@ -37,13 +37,13 @@ from evals.protocols import Prompting, run_protocol
 from evals.results import default_names, read_results, resume, unlike_published
 from rewards import RewardConfig, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive_seed
-from runtime.answers import final_answer
-from runtime.api import Api, Judge, JudgeError, require_api
+from runtime.answers import Judge, JudgeError, final_answer
+from runtime.api import ApiJudge, require_api
 from runtime.checkpoints import on_the_hub, weights_digest
 from runtime.checks import refuse_other_run, refuse_other_weights, refuse_template, require_servers, require_writable
 from runtime.config import ConfigError, refuse_below_1, suggest
 from runtime.dataset import DataError
-from runtime.engine import run_all
+from runtime.engine import Api, run_all
 from runtime.open_engine import open_engine
 from runtime.policy import MODELS
 from runtime.prompts import Prompts
@@ -245,7 +245,7 @@ def run_job(job: Job, context: AgentContext, cfg: EvalConfig) -> None:
     write_whole(job.path, "".join(json.dumps(record) + "\n" for record in kept))
     if not items:
         return
-    judge = Judge(cfg.grading.judge)
+    judge = ApiJudge(cfg.grading.judge)
     episodes = Path(cfg.run) / "episodes" / job.path.name
     writing = threading.Lock()
     bar = progress_bar(total=len(items), desc=f"{job.split} K={job.k} {job.arm}", unit="item")

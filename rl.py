@@ -37,7 +37,8 @@ from grpo import GRPOConfig, accumulate, assign_advantages, bundle_groups
 from metrics import add_format_metrics, describe
 from rewards import RewardConfig, assign_rewards
 from rollout import AgentContext, RolloutConfig, overview, render_prompt, rollout
-from runtime.api import Judge
+from runtime.answers import Judge
+from runtime.api import ApiJudge
 from runtime.checkpoints import load_policy, write_weights
 from runtime.checks import require_servers
 from runtime.config import ConfigError, refuse_below_1
@@ -152,7 +153,7 @@ def train(
 ) -> None:
     """Train to the last step: sample, reward, update, sync, evaluate, log, save."""
     renderer = sampler.renderer
-    judge = Judge(cfg.reward.judge)
+    judge = ApiJudge(cfg.reward.judge)
     held_out = read_held_out(cfg)
 
     # A thread samples the batches in order. With staleness 1 it is one step ahead of training.

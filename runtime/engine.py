@@ -9,10 +9,11 @@ process: both return the log-probs of the sampled ids, and ban image and video t
 evaluation only: its log-probs are 0, and it bans nothing.
 """
 
+import re
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -140,3 +141,25 @@ class EngineConfig:
     @property
     def uses_servers(self) -> bool:
         return bool(self.server_gpus or self.urls)
+
+
+@dataclass(frozen=True)
+class Api:
+    """An OpenAI-compatible chat endpoint."""
+
+    url: str = ""
+    """Such as https://api.openai.com/v1. Empty: no API."""
+    model: str = ""
+    key: str = "OPENAI_API_KEY"
+    """Name of the environment variable with the key. The key itself is never written down. Empty: send no key."""
+    timeout: float = 180.0
+    """Seconds without a byte from the API."""
+    parameters: dict[str, object] = field(default_factory=dict)
+    """Override the fields of a request other than its messages. null drops a field. OpenAI's o-series and gpt-5 need
+    {max_completion_tokens: N, max_tokens: null, temperature: null}, where N includes thinking tokens."""
+
+    def __post_init__(self):
+        if self.url and not self.model:
+            raise ValueError(f"url = {self.url!r}: set `model` to the name of a model there")
+        if not re.fullmatch("([A-Z_][A-Z0-9_]*)?", self.key):  # it may be the key itself, so it is not printed
+            raise ValueError("key: give the name of an environment variable with the key, such as OPENAI_API_KEY")

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from runtime.api import Api, OpenAI
+from runtime.api import OpenAI
 from runtime.distributed import gather, local_rank, local_size, rank
-from runtime.engine import Engine, EngineConfig
+from runtime.engine import Api, Engine, EngineConfig
 from runtime.inprocess import InProcess
 from runtime.processes import start_group
 from runtime.render import Renderer
