@@ -17,7 +17,6 @@ Deliberately missing: several checkpoints per run, several machines per run, ens
 """
 
 import contextlib
-import importlib.util
 import json
 import os
 import signal
@@ -27,8 +26,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
-
-import torch
 
 from episode import Episode, dump
 from evals import tables
@@ -44,7 +41,7 @@ from runtime.checks import refuse_other_run, refuse_other_weights, refuse_templa
 from runtime.config import ConfigError, refuse_below_1, suggest
 from runtime.dataset import DataError
 from runtime.engine import Api, run_all
-from runtime.open_engine import open_engine
+from runtime.open_engine import for_this_machine, open_engine
 from runtime.policy import MODELS
 from runtime.prompts import Prompts
 from runtime.render import Renderer
@@ -61,10 +58,6 @@ from runtime.script import (
 from runtime.video import Videos
 from runtime.visual import VisualContract, read_json
 from tools import schemas_of
-
-# By default, one SGLang server per GPU of this machine. Without SGLang, the model runs in this process.
-# They are counted at import, because config.yaml records them as the default of `rollout.server_gpus`.
-GPUS = tuple(range(torch.cuda.device_count())) if importlib.util.find_spec("sglang") else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +79,9 @@ class EvalConfig:
     arms: tuple[Literal["parallel", "sequential", "none"], ...] = ("parallel",)
     """How the protocol `agent` calls tools (`rollout.dispatch`). Every split is asked once per arm."""
     prompting: Prompting = Prompting()
-    rollout: RolloutConfig = RolloutConfig(
-        temperature=0.0, think_prefix=None, server_gpus=GPUS, concurrency=32 * max(1, len(GPUS))
-    )
-    """`think_prefix: null` means as in the checkpoint's training. A checkpoint of other authors has none."""
+    rollout: RolloutConfig = RolloutConfig(temperature=0.0, think_prefix=None, server_gpus=None, concurrency=None)
+    """`think_prefix: null` means as in the checkpoint's training. A checkpoint of other authors has none. By default, each GPU of
+    this machine gets an SGLang server. Without SGLang, the model runs in this process."""
     api: Api = Api()
     """A model behind an API, to ask instead of the checkpoint. Prompts still use the checkpoint's tokenizer and chat
     template. `rollout.concurrency` limits the concurrent requests."""
@@ -215,12 +207,12 @@ def main(cfg: EvalConfig) -> int:
     # Ask the remaining items. No config and no result is written before the engine is up.
     if work_is_left(jobs):
         require_engine(cfg, folder)
-        # config.yaml keeps `think_prefix: null`, so that the same command resumes. Only the agents get its value.
-        rollout = as_trained(cfg.rollout, folder)
+        # config.yaml keeps each null, so that the same command resumes. Only the engine and the agents get the values.
+        rollout = for_this_machine(as_trained(cfg.rollout, folder))
         logs = Path(cfg.run) / "logs"
         with (
             only_run_in(Path(cfg.run)),
-            contextlib.closing(open_engine(folder, renderer, cfg.rollout, logs, api=cfg.api)) as engine,
+            contextlib.closing(open_engine(folder, renderer, rollout, logs, api=cfg.api)) as engine,
             Videos(cfg.decoders) as videos,
         ):
             save_with_sizes(cfg, folder)
@@ -266,7 +258,7 @@ def run_job(job: Job, context: AgentContext, cfg: EvalConfig) -> None:
 
         try:
             pending = {i: partial(ask, item) for i, item in enumerate(items)}
-            run_all(context.engine, pending, cfg.rollout.concurrency)
+            run_all(context.engine, pending, context.cfg.concurrency)
         finally:
             context.stopped.set()  # after an error, no episode starts another turn
 
@@ -379,8 +371,9 @@ def require_engine(cfg: EvalConfig, folder: Path | None) -> None:
     if cfg.api.url:
         require_api(cfg.api)
         return
-    require_servers(cfg.rollout)
-    if cfg.rollout.uses_servers or not folder:  # servers support more models; without a folder the model is unknown
+    rollout = for_this_machine(cfg.rollout)
+    require_servers(rollout)
+    if rollout.uses_servers or not folder:  # servers support more models; without a folder the model is unknown
         return
     family = read_json(folder / "config.json")["model_type"]
     if family not in MODELS:

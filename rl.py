@@ -99,8 +99,9 @@ class RLConfig(RunConfig):
         temperature = self.rollout.temperature
         if temperature == 0:
             raise ValueError("rollout.temperature = 0: all episodes of a group would be the same; set it above 0")
-        if self.rollout.think_prefix is None:
-            raise ValueError("rollout.think_prefix = null: only for an evaluation; set true or false")
+        for name, value in vars(self.rollout).items():
+            if value is None:
+                raise ValueError(f"rollout.{name} = null: only for an evaluation; set a value, or leave out the key")
         subagents = self.rollout.subagents
         if subagents.train and subagents.temperature != temperature:
             raise ValueError(f"rollout.subagents.train needs rollout.subagents.temperature = {temperature}")

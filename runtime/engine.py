@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from episode import Prompt
+from runtime.config import ConfigError
 from runtime.video import Clip
 
 
@@ -114,8 +115,9 @@ class ActiveCallers:
 class EngineConfig:
     """Which engine samples. Without server_gpus and urls, the model runs in this process."""
 
-    server_gpus: tuple[int, ...] = ()
-    """GPUs on which this run starts SGLang servers, one server per `tensor_parallel` GPUs."""
+    server_gpus: tuple[int, ...] | None = ()
+    """GPUs on which this run starts SGLang servers, one server per `tensor_parallel` GPUs. null, in evaluation only: all GPUs of
+    this machine, or none if SGLang is not installed."""
     tensor_parallel: int = 1
     """GPUs per server, taken in order: with 2, `server_gpus: [4, 5, 6, 7]` starts a server on 4 and 5 and one on 6 and 7."""
     urls: tuple[str, ...] = ()
@@ -125,13 +127,17 @@ class EngineConfig:
     """Extra flags for `sglang.launch_server`, after those of `runtime.open_engine.server_flags`."""
     max_context: int = 32_768
     """Longest trajectory, in tokens."""
+    concurrency: int | None = 256
+    """Episodes that run at once on each rank. null, in evaluation only: 32 per GPU of `server_gpus`, and at least 32."""
     max_batch_tokens: int = 131_072
     """For the model in this process: the most rows * length of a batch. It bounds the memory of the KV cache."""
 
     def __post_init__(self):
-        gpus, size = list(self.server_gpus), self.tensor_parallel
+        if self.concurrency == 0:
+            raise ValueError("concurrency = 0: must be positive")
+        gpus, size = list(self.server_gpus or ()), self.tensor_parallel
         if size < 1 or len(gpus) % size:
-            raise ValueError(
+            raise ConfigError(  # no ValueError: the GPUs that replace null come after the YAML is read
                 f"server_gpus = {gpus} cannot be divided into servers of tensor_parallel = {size}: give a multiple of it"
             )
         for flag in self.server_args:

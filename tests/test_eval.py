@@ -38,6 +38,7 @@ from rollout import derive_seed
 from runtime import config
 from runtime.dataset import DataError
 from runtime.engine import EngineError
+from runtime.open_engine import for_this_machine
 from runtime.prompts import Prompts
 from runtime.render import END_OF_TURN
 from runtime.script import only_run_in
@@ -308,6 +309,19 @@ def test_items_of_torn_lines_and_errors_are_asked_again_and_leave_one_line(write
     run(path, "rollout.concurrency=2", "decoders=2", "rollout.urls=[http://127.0.0.1:9]")  # a place is not a setting
     assert len(engines) == 1  # no engine was opened
     assert asked(engines) == 3 * 5 and len(outcomes(file)) == 8  # two turns and a report of all but three items
+
+
+def test_a_run_records_no_gpus_and_resumes_on_a_machine_with_others(write, model, tmp_path):
+    """Past bug: config.yaml had the GPUs of the machine on which the run began."""
+    model(says("red"))
+    run(write(), "limit=2")
+    file = tmp_path / "run" / "config.yaml"
+    recorded = yaml.safe_load(file.read_text())
+    assert recorded["rollout"]["server_gpus"] is None and recorded["rollout"]["concurrency"] is None
+    recorded["rollout"] |= {"server_gpus": [0, 1], "concurrency": 64}  # as an older version wrote it
+    file.write_text(yaml.safe_dump(recorded))
+    run(write())
+    assert len(outcomes(results_file(tmp_path))) == 8
 
 
 def test_an_answer_to_another_question_is_not_kept(write, model, toy_dir, tmp_path):
@@ -654,17 +668,18 @@ def two_gpus_with_sglang_and_three_cores() -> None:
 
     for row in ("paravt_8b", "own/paravt_8b", "gpt4o", "toy"):
         cfg = config.load(EvalConfig, f"configs/eval/{row}.yaml")
-        print(cfg.rollout.server_gpus, cfg.rollout.concurrency, cfg.decoders)
+        rollout = for_this_machine(cfg.rollout)
+        print(rollout.server_gpus, rollout.concurrency, cfg.decoders)
 
 
 @pytest.mark.slow
 def test_a_row_takes_the_gpus_and_cores_of_its_machine():
     """Past bug: rows were written for 8 GPUs and refused on other machines."""
     cfg = load(CONFIGS / "own" / "paravt_8b.yaml")
-    assert (cfg.rollout.server_gpus, cfg.decoders) == ((), os.cpu_count())  # without SGLang
+    assert (for_this_machine(cfg.rollout).server_gpus, cfg.decoders) == ((), os.cpu_count())  # without SGLang
     # Published frames are large. For GPT-4o, the number of concurrent requests counts.
     told = finish(Forked(two_gpus_with_sglang_and_three_cores))
-    assert told == "(0, 1) 64 3\n(0, 1) 256 3\n() 8 3\n() 64 1\n"
+    assert told == "(0, 1) 64 3\n(0, 1) 256 3\n() 8 3\n() 32 1\n"
 
 
 def test_every_command_in_a_config_is_one_that_loads():
