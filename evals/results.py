@@ -1,9 +1,8 @@
-"""results.py: the result files of eval.py: read them, resume them, average them, name a run, and compare it with the published one.
+"""results.py: the result files of eval.py: read and resume them. Also name a run, and compare it with the published one.
 
-    kept, left = resume(path, items, whole)   # the records to keep, and the items to ask
-    results = read_results(path)        # one file; its name says split, K and arm
-    read_runs(["runs/eval/a", ...])     # all files of several runs, for one table
-    costs(results), rates(results)      # means per item, and shares of items without a good answer
+    results = read_results(path)                        # one file; its name says split, K and arm
+    read_runs(["runs/eval/a", ...])                     # all files of several runs, for one table
+    kept, left = resume(path, items, whole)             # the records to keep, and the items to ask
 
 RUN/SPLIT-K64-ARM.jsonl has one line per item. RUN/config.yaml has the name of the model's row, and RUN/run.json has the sizes of
 the splits. `checks.refuse_other_run` refuses to add answers that were given under other settings.
@@ -12,9 +11,6 @@ the splits. `checks.refuse_other_run` refuses to add answers that were given und
 import dataclasses
 import functools
 import json
-import math
-import statistics
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -128,50 +124,6 @@ def resume(path: Path, items: list[benchmarks.Item], whole: bool) -> tuple[list[
         if keep:
             kept[record["id"]] = record
     return list(kept.values()), [item for item in items if item.task.id not in kept]
-
-
-# ------------------------------------------------------------------------------------------------ means over items
-
-
-def executed(record: dict) -> int:
-    """Count the calls that ran, like `episode.Episode.n_executed`."""
-    return sum(not call["error"] for call in record["calls"])
-
-
-def outcomes(records: Sequence[dict]) -> dict[str, float]:
-    """Return means over items: f, well_formed, calls (the paper's kappa) and accuracy. Failed items have no format: 0."""
-    columns = {
-        "f": [record.get("f", 0.0) for record in records],
-        "well_formed": [record.get("well_formed", 0.0) for record in records],
-        "calls": [executed(record) for record in records],
-        "accuracy": [record["score"] for record in records],
-    }
-    return {name: statistics.fmean(values) for name, values in columns.items()}
-
-
-def rates(results: Results) -> dict[str, float]:
-    """Return the shares of items without a good answer, in percent."""
-    totals = Counter()
-    for record in results.records:
-        refused = record["error"].startswith("Refusal: ")  # begins with Episode.error_kind
-        totals["error_rate"] += bool(record["error"]) and not refused
-        totals["refused_rate"] += refused
-        totals["unparsed_rate"] += record["prediction"] is None and not record["error"]
-        totals["truncated_rate"] += record["truncated"]
-    return {name: 100 * total / len(results.records) for name, total in totals.items()}
-
-
-def costs(results: Results) -> dict[str, float]:
-    """Return means per item."""
-    totals = Counter()
-    for record in results.records:
-        ran = executed(record)
-        totals["calls"] += ran
-        totals["tool_usage_rate"] += 100 * (ran > 0)
-        totals["failed_calls"] += len(record["calls"]) - ran
-        for name in ("turns", "tokens", "subagent_tokens", "critical_tokens", "seconds"):
-            totals[name] += record.get(name, math.nan)  # older records have no critical_tokens
-    return {name: total / len(results.records) for name, total in totals.items()}
 
 
 # ------------------------------------------------------------------------------------------------ the published run

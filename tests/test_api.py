@@ -19,7 +19,8 @@ from episode import Task
 from eval import EvalConfig
 from evals.benchmarks import Item
 from evals.protocols import Prompting, run_protocol
-from evals.results import rates, read_results, read_run
+from evals.results import read_results, read_run
+from evals.tables import rates
 from rollout import AgentContext, RolloutConfig
 from runtime import api, config
 from runtime.answers import JudgeError

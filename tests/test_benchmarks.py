@@ -12,7 +12,7 @@ from scripts import REPO
 
 from episode import Task
 from eval import EvalConfig, dry_run
-from evals import results
+from evals import tables
 from evals.benchmarks import SPLITS, UNGRADED, Cue, Item, count_items, figures, grade, load_split, with_subtitles
 from runtime import config
 from runtime.dataset import DataError
@@ -304,14 +304,14 @@ def test_an_open_answer_is_compared_or_judged():
 
 
 def test_the_published_numbers_are_of_our_splits():
-    table = results.read_published()["table"]
+    table = tables.read_published()["table"]
     assert set(table["columns"]) <= set(SPLITS) and len(table["frames"]) == 7
     assert len(table["rows"]) == 15 and all(len(row["scores"]) == 7 for row in table["rows"])
 
 
 def test_the_dry_run_of_every_row_names_what_is_missing_and_all_that_is_unlike_the_paper(tmp_path, monkeypatch, capsys):
     """The facts are in configs/eval/published.yaml. Past bug: a fact with a colon was printed as a mapping."""
-    published = results.read_published()
+    published = tables.read_published()
     rows = set()
     monkeypatch.chdir(tmp_path)
     for path in (REPO / "configs" / "eval").rglob("*.yaml"):
