@@ -17,7 +17,6 @@ Deliberately missing: several checkpoints per run, several machines per run, ens
 """
 
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -31,7 +30,7 @@ from episode import Episode, dump
 from evals import tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, load_split
 from evals.protocols import Prompting, run_protocol
-from evals.results import default_names, read_results, resume, unlike_published
+from evals.results import append_record, default_names, read_results, resume, unlike_published, write_records
 from rewards import RewardConfig, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive_seed
 from runtime.answers import Judge, JudgeError, final_answer
@@ -45,7 +44,7 @@ from runtime.open_engine import for_this_machine, open_engine
 from runtime.policy import MODELS
 from runtime.prompts import Prompts
 from runtime.render import Renderer
-from runtime.run import save_run, write_whole
+from runtime.run import save_run
 from runtime.script import (
     command_line,
     note_not_looked_up,
@@ -119,19 +118,6 @@ class EvalConfig:
     def agentic(self) -> bool:
         """Return whether the model is our own agent. Only the agent has arms and a rewarded format."""
         return self.prompting.protocol == "agent"
-
-
-@dataclass(frozen=True)
-class Job:
-    """One file of results: a split at one K under one arm."""
-
-    split: str
-    k: int
-    arm: str  # of our agent, its dispatch; of other models, the protocol
-    dispatch: str
-    items: list[Item]  # the first `limit` of the split, or all
-    whole: bool  # all
-    path: Path
 
 
 # ------------------------------------------------------------------------------------------------ one item
@@ -230,18 +216,60 @@ def main(cfg: EvalConfig) -> int:
     return status
 
 
+@dataclass(frozen=True)
+class Job:
+    """One file of results: a split at one K under one arm."""
+
+    split: str
+    k: int
+    arm: str  # of our agent, its dispatch; of other models, the protocol
+    dispatch: str
+    items: list[Item]  # the first `limit` of the split, or all
+    whole: bool  # all
+    path: Path
+
+
+def list_jobs(cfg: EvalConfig, dry: bool = False) -> list[Job]:
+    """List the result files of the run with their items. Name all datasets that are missing at once."""
+    jobs = []
+    missing = []
+    for split, root in cfg.splits.items():
+        try:
+            items = load_split(split, root, cfg.limit)
+        except (DataError, FileNotFoundError) as error:
+            missing.append(f"{split}: {error}")
+            continue
+        for k in cfg.frames:
+            for dispatch in cfg.arms:
+                arm = dispatch if cfg.agentic else cfg.prompting.protocol
+                path = Path(cfg.run) / f"{split}-K{k}-{arm}.jsonl"
+                jobs.append(Job(split, k, arm, dispatch, items, not cfg.limit, path))
+        passed(f"{split}: {len(items)} items, {len(items) * len(cfg.frames) * len(cfg.arms)} episodes", dry)
+    if missing:
+        raise DataError("\n".join(missing))
+    return jobs
+
+
+def work_is_left(jobs: list[Job]) -> bool:
+    """Return whether a job has an item to ask, or a record to drop."""
+    for job in jobs:
+        _, dropped, items = resume(job.path, job.items, job.whole)
+        if dropped or items:
+            return True
+    return False
+
+
 def run_job(job: Job, context: AgentContext, cfg: EvalConfig) -> None:
     """Write the records to keep, then ask the other items concurrently. Each item appends its record when it ends."""
     # The file is read under the run's lock: until then, another process may have answered items.
-    kept, items = resume(job.path, job.items, job.whole)
-    write_whole(job.path, "".join(json.dumps(record) + "\n" for record in kept))
+    kept, _, items = resume(job.path, job.items, job.whole)
+    write_records(job.path, kept)
     if not items:
         return
     judge = ApiJudge(cfg.grading.judge)
     episodes = Path(cfg.run) / "episodes" / job.path.name
     writing = threading.Lock()
-    bar = progress_bar(total=len(items), desc=f"{job.split} K={job.k} {job.arm}", unit="item")
-    with job.path.open("a", encoding="utf-8") as file, bar:
+    with progress_bar(total=len(items), desc=f"{job.split} K={job.k} {job.arm}", unit="item") as bar:
 
         def ask(item: Item) -> None:
             """Ask an item in its thread, and write its record. Its episode is dropped, because the frames of all episodes would
@@ -252,8 +280,7 @@ def run_job(job: Job, context: AgentContext, cfg: EvalConfig) -> None:
                     episodes.parent.mkdir(exist_ok=True)
                     with episodes.open("a", encoding="utf-8") as dumped:
                         dump(episode, dumped, context.renderer.readable)
-                file.write(json.dumps(record) + "\n")  # as ASCII, so that no separator of Unicode breaks the line
-                file.flush()
+                append_record(job.path, record)
                 bar.update()
 
         try:
@@ -261,15 +288,6 @@ def run_job(job: Job, context: AgentContext, cfg: EvalConfig) -> None:
             run_all(context.engine, pending, context.cfg.concurrency)
         finally:
             context.stopped.set()  # after an error, no episode starts another turn
-
-
-def work_is_left(jobs: list[Job]) -> bool:
-    """Return whether a job has an item to ask, or a record to drop."""
-    for job in jobs:
-        kept, items = resume(job.path, job.items, job.whole)
-        if items or len(kept) < len(read_results(job.path).records):
-            return True
-    return False
 
 
 def save_with_sizes(cfg: EvalConfig, folder: Path) -> None:
@@ -325,27 +343,6 @@ def refuse_mixed_results(cfg: EvalConfig, folder: Path | None) -> None:
     refuse_other_run(cfg)
     if folder:
         refuse_other_weights(Path(cfg.run), folder, f"checkpoint = {cfg.checkpoint!r}")
-
-
-def list_jobs(cfg: EvalConfig, dry: bool = False) -> list[Job]:
-    """List the result files of the run with their items. Name all datasets that are missing at once."""
-    jobs = []
-    missing = []
-    for split, root in cfg.splits.items():
-        try:
-            items = load_split(split, root, cfg.limit)
-        except (DataError, FileNotFoundError) as error:
-            missing.append(f"{split}: {error}")
-            continue
-        for k in cfg.frames:
-            for dispatch in cfg.arms:
-                arm = dispatch if cfg.agentic else cfg.prompting.protocol
-                path = Path(cfg.run) / f"{split}-K{k}-{arm}.jsonl"
-                jobs.append(Job(split, k, arm, dispatch, items, not cfg.limit, path))
-        passed(f"{split}: {len(items)} items, {len(items) * len(cfg.frames) * len(cfg.arms)} episodes", dry)
-    if missing:
-        raise DataError("\n".join(missing))
-    return jobs
 
 
 def open_model(cfg: EvalConfig) -> tuple[Path, Renderer]:

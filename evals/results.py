@@ -1,8 +1,9 @@
-"""results.py: the result files of eval.py: read and resume them. Also name a run, and compare it with the published one.
+"""results.py: the result files of eval.py: read, resume and append them. Also name a run, and compare it with the published one.
 
     results = read_results(path)                        # one file; its name says split, K and arm
     read_runs(["runs/eval/a", ...])                     # all files of several runs, for one table
-    kept, left = resume(path, items, whole)             # the records to keep, and the items to ask
+    kept, dropped, left = resume(path, items, whole)    # the records to keep, how many to drop, and the items to ask
+    write_records(path, kept)                           # then `append_record` adds one at a time
 
 RUN/SPLIT-K64-ARM.jsonl has one line per item. RUN/config.yaml has the name of the model's row, and RUN/run.json has the sizes of
 the splits. `checks.refuse_other_run` refuses to add answers that were given under other settings.
@@ -23,6 +24,7 @@ from runtime import config
 from runtime.checks import MAY_CHANGE, RESULTS
 from runtime.dataset import DataError
 from runtime.plan import PUBLISHED
+from runtime.run import write_whole
 from runtime.visual import VisualContract, read_json
 
 PUBLISHED_FILE = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
@@ -110,12 +112,13 @@ def read_runs(runs: Sequence[str | Path]) -> list[Results]:
     return all_results
 
 
-def resume(path: Path, items: list[benchmarks.Item], whole: bool) -> tuple[list[dict], list[benchmarks.Item]]:
-    """Return the records of a file to keep, and the items still to ask. An item is asked again if it ended in an error, or if its
-    record has another gold answer. Records of other ids are dropped if `items` are the whole split."""
+def resume(path: Path, items: list[benchmarks.Item], whole: bool) -> tuple[list[dict], int, list[benchmarks.Item]]:
+    """Return the records of a file to keep, how many others it has, and the items still to ask. An item is asked again if it ended
+    in an error, or if its record has another gold answer. Records of other ids are dropped if `items` are the whole split."""
+    records = read_results(path).records if path.exists() else []
     tasks = {item.task.id: item.task for item in items}
     kept = {}
-    for record in read_results(path).records if path.exists() else ():
+    for record in records:
         task = tasks.get(record["id"])
         if task:
             keep = not record["error"] and (record["kind"], record["gold"]) == (task.kind, task.answer)
@@ -123,7 +126,19 @@ def resume(path: Path, items: list[benchmarks.Item], whole: bool) -> tuple[list[
             keep = not whole  # its item lies beyond the limit
         if keep:
             kept[record["id"]] = record
-    return list(kept.values()), [item for item in items if item.task.id not in kept]
+    left = [item for item in items if item.task.id not in kept]
+    return list(kept.values()), len(records) - len(kept), left
+
+
+def write_records(path: Path, records: list[dict]) -> None:
+    """Write a file of results anew."""
+    write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def append_record(path: Path, record: dict) -> None:
+    """Add a record to a file of results. One thread at a time may do so."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")  # as ASCII, so that no separator of Unicode breaks the line
 
 
 # ------------------------------------------------------------------------------------------------ the published run

@@ -28,10 +28,11 @@ from scripted import Scripted, is_subagent, load_episodes, turns
 from scripts import REPO, Forked, finish, line, lines, sections, start, wait_for, write_results
 
 import eval as evaluation
+from episode import Task
 from eval import EvalConfig, as_trained, dry_run, with_names
 from evals import protocols, tables
-from evals.benchmarks import SPLITS, load_split
-from evals.results import read_results, read_run
+from evals.benchmarks import SPLITS, Item, load_split
+from evals.results import read_results, read_run, resume
 from evals.tables import interval, per_item, rates
 from rl import RLConfig
 from rollout import derive_seed
@@ -353,6 +354,21 @@ def test_an_answer_to_another_question_is_not_kept(write, model, toy_dir, tmp_pa
     now = outcomes(file)
     assert before.keys() - now.keys() == {last["id"]}
     assert now.pop(first["id"])[0] == "violet" and now.items() <= before.items()
+
+
+@pytest.mark.parametrize(
+    "whole, kept, dropped, left",
+    [
+        (True, ["a"], 3, ["b", "c", "d"]),
+        (False, ["a", "e"], 2, ["b", "c", "d"]),  # e lies beyond the limit
+    ],
+)
+def test_a_file_resumes_with_the_records_whose_items_are_the_same_and_ran(tmp_path, whole, kept, dropped, left):
+    items = [Item(Task(id, "Which?", (), "mcq", "A")) for id in "abcd"]
+    rows = [line("a", 1), line("b", 0, error="EngineError: gone"), line("c", 1, gold="B"), line("e", 1)]
+    records, n_dropped, asked = resume(write_results(tmp_path, "toy", rows), items, whole)
+    assert ([record["id"] for record in records], n_dropped, [item.task.id for item in asked]) == (kept, dropped, left)
+    assert resume(tmp_path / "toy-K4-none.jsonl", items, whole) == ([], 0, items)
 
 
 # ------------------------------------------------------------------------------------------------ what fails
