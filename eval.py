@@ -17,8 +17,6 @@ Deliberately missing: several checkpoints per run, several machines per run, ens
 """
 
 import contextlib
-import importlib.util
-import json
 import os
 import signal
 import sys
@@ -28,27 +26,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from episode import Episode, dump
 from evals import rows, tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, load_split
 from evals.protocols import Prompting, run_protocol
-from evals.results import read_results, resume
+from evals.results import append_record, read_results, resume, write_records
 from rewards import RewardConfig, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive_seed
-from runtime.answers import final_answer
-from runtime.api import Api, Judge, JudgeError, require_api
+from runtime.answers import Judge, JudgeError, final_answer
+from runtime.api import ApiJudge, require_api
 from runtime.checkpoints import on_the_hub, weights_digest
 from runtime.checks import refuse_other_run, refuse_other_weights, refuse_template, require_servers, require_writable
 from runtime.config import ConfigError, refuse_below_1, suggest
 from runtime.dataset import DataError
-from runtime.engine import run_all
-from runtime.open_engine import open_engine
+from runtime.engine import Api, run_all
+from runtime.open_engine import for_this_machine, open_engine
 from runtime.policy import MODELS
 from runtime.prompts import Prompts
 from runtime.render import Renderer
-from runtime.run import save_run, write_whole
+from runtime.run import save_run
 from runtime.script import (
     command_line,
     note_not_looked_up,
@@ -61,10 +57,6 @@ from runtime.script import (
 from runtime.video import Videos
 from runtime.visual import VisualContract, read_json
 from tools import schemas_of
-
-# By default, one SGLang server per GPU of this machine. Without SGLang, the model runs in this process.
-# They are counted at import, because config.yaml records them as the default of `rollout.server_gpus`.
-GPUS = tuple(range(torch.cuda.device_count())) if importlib.util.find_spec("sglang") else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +77,9 @@ class EvalConfig:
     arms: tuple[Literal["parallel", "sequential", "none"], ...] = ("parallel",)
     """How the protocol `agent` calls tools (`rollout.dispatch`). Every split is asked once per arm."""
     prompting: Prompting = Prompting()
-    rollout: RolloutConfig = RolloutConfig(
-        temperature=0.0, think_prefix=None, server_gpus=GPUS, concurrency=32 * max(1, len(GPUS))
-    )
-    """`think_prefix: null` means as in the checkpoint's training. A checkpoint of other authors has none."""
+    rollout: RolloutConfig = RolloutConfig(temperature=0.0, think_prefix=None, server_gpus=None, concurrency=None)
+    """`think_prefix: null` means as in the checkpoint's training. A checkpoint of other authors has none. By default, each GPU of
+    this machine gets an SGLang server. Without SGLang, the model runs in this process."""
     api: Api = Api()
     """A model behind an API, to ask instead of the checkpoint. Prompts still use the checkpoint's tokenizer and chat
     template. `rollout.concurrency` limits the concurrent requests."""
@@ -126,19 +117,6 @@ class EvalConfig:
     def agentic(self) -> bool:
         """Return whether the model is our own agent. Only the agent has arms and a rewarded format."""
         return self.prompting.protocol == "agent"
-
-
-@dataclass(frozen=True)
-class Job:
-    """One file of results: a split at one K under one arm."""
-
-    split: str
-    k: int
-    arm: str  # of our agent, its dispatch; of other models, the protocol
-    dispatch: str
-    items: list[Item]  # the first `limit` of the split, or all
-    whole: bool  # all
-    path: Path
 
 
 # ------------------------------------------------------------------------------------------------ one item
@@ -214,12 +192,12 @@ def main(cfg: EvalConfig) -> int:
     # Ask the remaining items. No config and no result is written before the engine is up.
     if work_is_left(jobs):
         require_engine(cfg, folder)
-        # config.yaml keeps `think_prefix: null`, so that the same command resumes. Only the agents get its value.
-        rollout = as_trained(cfg.rollout, folder)
+        # config.yaml keeps each null, so that the same command resumes. Only the engine and the agents get the values.
+        rollout = for_this_machine(as_trained(cfg.rollout, folder))
         logs = Path(cfg.run) / "logs"
         with (
             only_run_in(Path(cfg.run)),
-            contextlib.closing(open_engine(folder, renderer, cfg.rollout, logs, api=cfg.api)) as engine,
+            contextlib.closing(open_engine(folder, renderer, rollout, logs, api=cfg.api)) as engine,
             Videos(cfg.decoders) as videos,
         ):
             save_with_sizes(cfg, folder)
@@ -237,18 +215,60 @@ def main(cfg: EvalConfig) -> int:
     return status
 
 
+@dataclass(frozen=True)
+class Job:
+    """One file of results: a split at one K under one arm."""
+
+    split: str
+    k: int
+    arm: str  # of our agent, its dispatch; of other models, the protocol
+    dispatch: str
+    items: list[Item]  # the first `limit` of the split, or all
+    whole: bool  # all
+    path: Path
+
+
+def list_jobs(cfg: EvalConfig, dry: bool = False) -> list[Job]:
+    """List the result files of the run with their items. Name all datasets that are missing at once."""
+    jobs = []
+    missing = []
+    for split, root in cfg.splits.items():
+        try:
+            items = load_split(split, root, cfg.limit)
+        except (DataError, FileNotFoundError) as error:
+            missing.append(f"{split}: {error}")
+            continue
+        for k in cfg.frames:
+            for dispatch in cfg.arms:
+                arm = dispatch if cfg.agentic else cfg.prompting.protocol
+                path = Path(cfg.run) / f"{split}-K{k}-{arm}.jsonl"
+                jobs.append(Job(split, k, arm, dispatch, items, not cfg.limit, path))
+        passed(f"{split}: {len(items)} items, {len(items) * len(cfg.frames) * len(cfg.arms)} episodes", dry)
+    if missing:
+        raise DataError("\n".join(missing))
+    return jobs
+
+
+def work_is_left(jobs: list[Job]) -> bool:
+    """Return whether a job has an item to ask, or a record to drop."""
+    for job in jobs:
+        _, dropped, items = resume(job.path, job.items, job.whole)
+        if dropped or items:
+            return True
+    return False
+
+
 def run_job(job: Job, context: AgentContext, cfg: EvalConfig) -> None:
     """Write the records to keep, then ask the other items concurrently. Each item appends its record when it ends."""
     # The file is read under the run's lock: until then, another process may have answered items.
-    kept, items = resume(job.path, job.items, job.whole)
-    write_whole(job.path, "".join(json.dumps(record) + "\n" for record in kept))
+    kept, _, items = resume(job.path, job.items, job.whole)
+    write_records(job.path, kept)
     if not items:
         return
-    judge = Judge(cfg.grading.judge)
+    judge = ApiJudge(cfg.grading.judge)
     episodes = Path(cfg.run) / "episodes" / job.path.name
     writing = threading.Lock()
-    bar = progress_bar(total=len(items), desc=f"{job.split} K={job.k} {job.arm}", unit="item")
-    with job.path.open("a", encoding="utf-8") as file, bar:
+    with progress_bar(total=len(items), desc=f"{job.split} K={job.k} {job.arm}", unit="item") as bar:
 
         def ask(item: Item) -> None:
             """Ask an item in its thread, and write its record. Its episode is dropped, because the frames of all episodes would
@@ -259,24 +279,14 @@ def run_job(job: Job, context: AgentContext, cfg: EvalConfig) -> None:
                     episodes.parent.mkdir(exist_ok=True)
                     with episodes.open("a", encoding="utf-8") as dumped:
                         dump(episode, dumped, context.renderer.readable)
-                file.write(json.dumps(record) + "\n")  # as ASCII, so that no separator of Unicode breaks the line
-                file.flush()
+                append_record(job.path, record)
                 bar.update()
 
         try:
             pending = {i: partial(ask, item) for i, item in enumerate(items)}
-            run_all(context.engine, pending, cfg.rollout.concurrency)
+            run_all(context.engine, pending, context.cfg.concurrency)
         finally:
             context.stopped.set()  # after an error, no episode starts another turn
-
-
-def work_is_left(jobs: list[Job]) -> bool:
-    """Return whether a job has an item to ask, or a record to drop."""
-    for job in jobs:
-        kept, items = resume(job.path, job.items, job.whole)
-        if items or len(kept) < len(read_results(job.path).records):
-            return True
-    return False
 
 
 def save_with_sizes(cfg: EvalConfig, folder: Path) -> None:
@@ -339,27 +349,6 @@ def refuse_mixed_results(cfg: EvalConfig, folder: Path | None) -> None:
         refuse_other_weights(Path(cfg.run), folder, f"checkpoint = {cfg.checkpoint!r}")
 
 
-def list_jobs(cfg: EvalConfig, dry: bool = False) -> list[Job]:
-    """List the result files of the run with their items. Name all datasets that are missing at once."""
-    jobs = []
-    missing = []
-    for split, root in cfg.splits.items():
-        try:
-            items = load_split(split, root, cfg.limit)
-        except (DataError, FileNotFoundError) as error:
-            missing.append(f"{split}: {error}")
-            continue
-        for k in cfg.frames:
-            for dispatch in cfg.arms:
-                arm = dispatch if cfg.agentic else cfg.prompting.protocol
-                path = Path(cfg.run) / f"{split}-K{k}-{arm}.jsonl"
-                jobs.append(Job(split, k, arm, dispatch, items, not cfg.limit, path))
-        passed(f"{split}: {len(items)} items, {len(items) * len(cfg.frames) * len(cfg.arms)} episodes", dry)
-    if missing:
-        raise DataError("\n".join(missing))
-    return jobs
-
-
 def open_model(cfg: EvalConfig) -> tuple[Path, Renderer]:
     """Return the checkpoint's folder and its renderer. A chat template on which our agent cannot rely is refused; with the
     protocols of other models, it is a note."""
@@ -383,8 +372,9 @@ def require_engine(cfg: EvalConfig, folder: Path | None) -> None:
     if cfg.api.url:
         require_api(cfg.api)
         return
-    require_servers(cfg.rollout)
-    if cfg.rollout.uses_servers or not folder:  # servers support more models; without a folder the model is unknown
+    rollout = for_this_machine(cfg.rollout)
+    require_servers(rollout)
+    if rollout.uses_servers or not folder:  # servers support more models; without a folder the model is unknown
         return
     family = read_json(folder / "config.json")["model_type"]
     if family not in MODELS:

@@ -37,7 +37,8 @@ from grpo import GRPOConfig, accumulate, assign_advantages, bundle_groups
 from metrics import add_format_metrics, describe
 from rewards import RewardConfig, assign_rewards
 from rollout import AgentContext, RolloutConfig, overview, render_prompt, rollout
-from runtime.api import Judge
+from runtime.answers import Judge
+from runtime.api import ApiJudge
 from runtime.checkpoints import load_policy, write_weights
 from runtime.checks import require_servers
 from runtime.config import ConfigError, refuse_below_1
@@ -98,8 +99,9 @@ class RLConfig(RunConfig):
         temperature = self.rollout.temperature
         if temperature == 0:
             raise ValueError("rollout.temperature = 0: all episodes of a group would be the same; set it above 0")
-        if self.rollout.think_prefix is None:
-            raise ValueError("rollout.think_prefix = null: only for an evaluation; set true or false")
+        for name, value in vars(self.rollout).items():
+            if value is None:
+                raise ValueError(f"rollout.{name} = null: only for an evaluation; set a value, or leave out the key")
         subagents = self.rollout.subagents
         if subagents.train and subagents.temperature != temperature:
             raise ValueError(f"rollout.subagents.train needs rollout.subagents.temperature = {temperature}")
@@ -152,7 +154,7 @@ def train(
 ) -> None:
     """Train to the last step: sample, reward, update, sync, evaluate, log, save."""
     renderer = sampler.renderer
-    judge = Judge(cfg.reward.judge)
+    judge = ApiJudge(cfg.reward.judge)
     held_out = read_held_out(cfg)
 
     # A thread samples the batches in order. With staleness 1 it is one step ahead of training.

@@ -12,8 +12,8 @@ import eval as evaluation
 import rl
 from eval import EvalConfig
 from evals import tables
-from evals.results import read_published
 from evals.rows import pick
+from evals.tables import read_published
 from rl import RLConfig
 from runtime import config
 from runtime.dataset import DataError

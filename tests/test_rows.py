@@ -5,8 +5,8 @@ import re
 import pytest
 
 from eval import EvalConfig, dry_run, with_names
-from evals.results import read_published
 from evals.rows import ROWS_FILE, pick
+from evals.tables import read_published
 from runtime import config
 from runtime.dataset import DataError
 from runtime.visual import VisualContract
