@@ -132,6 +132,3 @@ def append_record(path: Path, record: dict) -> None:
     """Add a record to a file of results. One thread at a time may do so."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")  # as ASCII, so that no separator of Unicode breaks the line
-
-
-# ------------------------------------------------------------------------------------------------ the published run
