@@ -17,8 +17,6 @@ Deliberately missing: several checkpoints per run, several machines per run, ens
 """
 
 import contextlib
-import importlib.util
-import json
 import os
 import signal
 import sys
@@ -28,43 +26,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from runtime.checks import refuse_other_run, refuse_other_weights, refuse_template, require_servers, require_writable
-
 from episode import Episode, dump
 from evals import rows, tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, load_split
 from evals.protocols import Prompting, run_protocol
-from evals.results import read_results, resume
+from evals.results import append_record, read_results, resume, write_records
 from rewards import RewardConfig, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive_seed
-from runtime.answers import final_answer
-from runtime.api import Api, Judge, JudgeError, require_api
+from runtime.answers import Judge, JudgeError, final_answer
+from runtime.api import ApiJudge, require_api
 from runtime.checkpoints import on_the_hub, weights_digest
 from runtime.config import ConfigError, refuse_below_1, suggest
 from runtime.dataset import DataError
-from runtime.engine import run_all
-from runtime.open_engine import open_engine
+from runtime.engine import Api, run_all
+from runtime.folder import hold_folder, refuse_other_weights, require_folder, save_run
+from runtime.open_engine import for_this_machine, open_engine, require_servers
 from runtime.policy import MODELS
 from runtime.prompts import Prompts
-from runtime.render import Renderer
-from runtime.run import save_run, write_whole
-from runtime.script import (
-    command_line,
-    note_not_looked_up,
-    only_run_in,
-    open_checkpoint,
-    passed,
-    progress_bar,
-    run_script,
-)
+from runtime.render import Renderer, refuse_template
+from runtime.script import command_line, note_not_looked_up, open_checkpoint, progress_bar, run_script
 from runtime.video import Videos
 from runtime.visual import VisualContract, read_json
 from tools import schemas_of
-
-# By default, one SGLang server per GPU of this machine. Without SGLang, the model runs in this process.
-# They are counted at import, because config.yaml records them as the default of `rollout.server_gpus`.
-GPUS = tuple(range(torch.cuda.device_count())) if importlib.util.find_spec("sglang") else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,10 +68,9 @@ class EvalConfig:
     arms: tuple[Literal["parallel", "sequential", "none"], ...] = ("parallel",)
     """How the protocol `agent` calls tools (`rollout.dispatch`). Every split is asked once per arm."""
     prompting: Prompting = Prompting()
-    rollout: RolloutConfig = RolloutConfig(
-        temperature=0.0, think_prefix=None, server_gpus=GPUS, concurrency=32 * max(1, len(GPUS))
-    )
-    """`think_prefix: null` means as in the checkpoint's training. A checkpoint of other authors has none."""
+    rollout: RolloutConfig = RolloutConfig(temperature=0.0, think_prefix=None, server_gpus=None, concurrency=None)
+    """`think_prefix: null` means as in the checkpoint's training. A checkpoint of other authors has none. By default, each GPU of
+    this machine gets an SGLang server. Without SGLang, the model runs in this process."""
     api: Api = Api()
     """A model behind an API, to ask instead of the checkpoint. Prompts still use the checkpoint's tokenizer and chat
     template. `rollout.concurrency` limits the concurrent requests."""
@@ -126,19 +108,6 @@ class EvalConfig:
     def agentic(self) -> bool:
         """Return whether the model is our own agent. Only the agent has arms and a rewarded format."""
         return self.prompting.protocol == "agent"
-
-
-@dataclass(frozen=True)
-class Job:
-    """One file of results: a split at one K under one arm."""
-
-    split: str
-    k: int
-    arm: str  # of our agent, its dispatch; of other models, the protocol
-    dispatch: str
-    items: list[Item]  # the first `limit` of the split, or all
-    whole: bool  # all
-    path: Path
 
 
 # ------------------------------------------------------------------------------------------------ one item
@@ -204,22 +173,39 @@ def make_record(
 # ------------------------------------------------------------------------------------------------ one run
 
 
-def main(cfg: EvalConfig) -> int:
-    """Ask the items that have no answer yet, and print the table. Return 1 if all items of a file failed."""
+def main(cfg: EvalConfig, dry: bool = False) -> int:
+    """Ask the items that have no answer yet, and print the table. Return 1 if all items of a file failed. A dry run ends before
+    the model is loaded."""
     cfg = with_names(cfg)
+    if dry:
+        print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
+        for text in rows.list_differences(cfg.name):
+            print(f"  note    the published run: {text}")
+
+    # Refuse what cannot work, in the order of cost.
     jobs = list_jobs(cfg)
-    folder, renderer = open_model(cfg)
-    refuse_mixed_results(cfg, folder)
+    require_folder(cfg)
+    folder = None
+    if dry and on_the_hub(cfg.checkpoint):
+        note_not_looked_up(cfg.checkpoint)
+    else:
+        folder, renderer = open_model(cfg)
+        refuse_other_weights(Path(cfg.run), folder, f"checkpoint = {cfg.checkpoint!r}")
+    left = work_is_left(jobs)
+    if left:
+        require_engine(cfg, folder)
+    if dry:
+        print(f"ready: {cfg.run}")
+        return 0
 
     # Ask the remaining items. No config and no result is written before the engine is up.
-    if work_is_left(jobs):
-        require_engine(cfg, folder)
-        # config.yaml keeps `think_prefix: null`, so that the same command resumes. Only the agents get its value.
-        rollout = as_trained(cfg.rollout, folder)
+    if left:
+        # config.yaml keeps each null, so that the same command resumes. Only the engine and the agents get the values.
+        rollout = for_this_machine(as_trained(cfg.rollout, folder))
         logs = Path(cfg.run) / "logs"
         with (
-            only_run_in(Path(cfg.run)),
-            contextlib.closing(open_engine(folder, renderer, cfg.rollout, logs, api=cfg.api)) as engine,
+            hold_folder(cfg, folder),
+            contextlib.closing(open_engine(folder, renderer, rollout, logs, api=cfg.api)) as engine,
             Videos(cfg.decoders) as videos,
         ):
             save_with_sizes(cfg, folder)
@@ -237,18 +223,60 @@ def main(cfg: EvalConfig) -> int:
     return status
 
 
+@dataclass(frozen=True)
+class Job:
+    """One file of results: a split at one K under one arm."""
+
+    split: str
+    k: int
+    arm: str  # of our agent, its dispatch; of other models, the protocol
+    dispatch: str
+    items: list[Item]  # the first `limit` of the split, or all
+    whole: bool  # all
+    path: Path
+
+
+def list_jobs(cfg: EvalConfig) -> list[Job]:
+    """List the result files of the run with their items. Name all datasets that are missing at once."""
+    jobs = []
+    missing = []
+    for split, root in cfg.splits.items():
+        try:
+            items = load_split(split, root, cfg.limit)
+        except (DataError, FileNotFoundError) as error:
+            missing.append(f"{split}: {error}")
+            continue
+        for k in cfg.frames:
+            for dispatch in cfg.arms:
+                arm = dispatch if cfg.agentic else cfg.prompting.protocol
+                path = Path(cfg.run) / f"{split}-K{k}-{arm}.jsonl"
+                jobs.append(Job(split, k, arm, dispatch, items, not cfg.limit, path))
+        print(f"{split}: {len(items)} items, {len(items) * len(cfg.frames) * len(cfg.arms)} episodes")
+    if missing:
+        raise DataError("\n".join(missing))
+    return jobs
+
+
+def work_is_left(jobs: list[Job]) -> bool:
+    """Return whether a job has an item to ask, or a record to drop."""
+    for job in jobs:
+        _, dropped, items = resume(job.path, job.items, job.whole)
+        if dropped or items:
+            return True
+    return False
+
+
 def run_job(job: Job, context: AgentContext, cfg: EvalConfig) -> None:
     """Write the records to keep, then ask the other items concurrently. Each item appends its record when it ends."""
     # The file is read under the run's lock: until then, another process may have answered items.
-    kept, items = resume(job.path, job.items, job.whole)
-    write_whole(job.path, "".join(json.dumps(record) + "\n" for record in kept))
+    kept, _, items = resume(job.path, job.items, job.whole)
+    write_records(job.path, kept)
     if not items:
         return
-    judge = Judge(cfg.grading.judge)
+    judge = ApiJudge(cfg.grading.judge)
     episodes = Path(cfg.run) / "episodes" / job.path.name
     writing = threading.Lock()
-    bar = progress_bar(total=len(items), desc=f"{job.split} K={job.k} {job.arm}", unit="item")
-    with job.path.open("a", encoding="utf-8") as file, bar:
+    with progress_bar(total=len(items), desc=f"{job.split} K={job.k} {job.arm}", unit="item") as bar:
 
         def ask(item: Item) -> None:
             """Ask an item in its thread, and write its record. Its episode is dropped, because the frames of all episodes would
@@ -259,24 +287,14 @@ def run_job(job: Job, context: AgentContext, cfg: EvalConfig) -> None:
                     episodes.parent.mkdir(exist_ok=True)
                     with episodes.open("a", encoding="utf-8") as dumped:
                         dump(episode, dumped, context.renderer.readable)
-                file.write(json.dumps(record) + "\n")  # as ASCII, so that no separator of Unicode breaks the line
-                file.flush()
+                append_record(job.path, record)
                 bar.update()
 
         try:
             pending = {i: partial(ask, item) for i, item in enumerate(items)}
-            run_all(context.engine, pending, cfg.rollout.concurrency)
+            run_all(context.engine, pending, context.cfg.concurrency)
         finally:
             context.stopped.set()  # after an error, no episode starts another turn
-
-
-def work_is_left(jobs: list[Job]) -> bool:
-    """Return whether a job has an item to ask, or a record to drop."""
-    for job in jobs:
-        kept, items = resume(job.path, job.items, job.whole)
-        if items or len(kept) < len(read_results(job.path).records):
-            return True
-    return False
 
 
 def save_with_sizes(cfg: EvalConfig, folder: Path) -> None:
@@ -309,57 +327,6 @@ def with_names(cfg: EvalConfig) -> EvalConfig:
 # ------------------------------------------------------------------------------------------------ checks
 
 
-def dry_run(cfg: EvalConfig) -> None:
-    """Print what differs from the published run, then check what the run needs. The first fault ends it."""
-    cfg = with_names(cfg)
-    print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
-    for text in rows.list_differences(cfg.name):
-        print(f"  note    the published run: {text}")
-    jobs = list_jobs(cfg, dry=True)
-    folder = None
-    if on_the_hub(cfg.checkpoint):  # a dry run downloads nothing
-        note_not_looked_up(cfg.checkpoint)
-        if cfg.prompts and cfg.prompts.changed:
-            print(f"  note    prompts: not ours: {', '.join(cfg.prompts.changed)}")
-    else:
-        folder, _ = open_model(cfg)
-        passed(f"checkpoint: {folder}", dry=True)
-    refuse_mixed_results(cfg, folder)
-    passed(f"run: {cfg.run}", dry=True)
-    if work_is_left(jobs):
-        require_engine(cfg, folder)
-        passed("model and judge", dry=True)
-
-
-def refuse_mixed_results(cfg: EvalConfig, folder: Path | None) -> None:
-    """Refuse a run's folder that cannot be written, or holds answers under other settings or of another model."""
-    require_writable(cfg.run)
-    refuse_other_run(cfg)
-    if folder:
-        refuse_other_weights(Path(cfg.run), folder, f"checkpoint = {cfg.checkpoint!r}")
-
-
-def list_jobs(cfg: EvalConfig, dry: bool = False) -> list[Job]:
-    """List the result files of the run with their items. Name all datasets that are missing at once."""
-    jobs = []
-    missing = []
-    for split, root in cfg.splits.items():
-        try:
-            items = load_split(split, root, cfg.limit)
-        except (DataError, FileNotFoundError) as error:
-            missing.append(f"{split}: {error}")
-            continue
-        for k in cfg.frames:
-            for dispatch in cfg.arms:
-                arm = dispatch if cfg.agentic else cfg.prompting.protocol
-                path = Path(cfg.run) / f"{split}-K{k}-{arm}.jsonl"
-                jobs.append(Job(split, k, arm, dispatch, items, not cfg.limit, path))
-        passed(f"{split}: {len(items)} items, {len(items) * len(cfg.frames) * len(cfg.arms)} episodes", dry)
-    if missing:
-        raise DataError("\n".join(missing))
-    return jobs
-
-
 def open_model(cfg: EvalConfig) -> tuple[Path, Renderer]:
     """Return the checkpoint's folder and its renderer. A chat template on which our agent cannot rely is refused; with the
     protocols of other models, it is a note."""
@@ -371,8 +338,6 @@ def open_model(cfg: EvalConfig) -> tuple[Path, Renderer]:
         if cfg.agentic:
             raise
         print(f"  note    {error}")
-    if renderer.prompts.changed:
-        print(f"  note    prompts: not ours: {', '.join(renderer.prompts.changed)}")
     return folder, renderer
 
 
@@ -383,8 +348,9 @@ def require_engine(cfg: EvalConfig, folder: Path | None) -> None:
     if cfg.api.url:
         require_api(cfg.api)
         return
-    require_servers(cfg.rollout)
-    if cfg.rollout.uses_servers or not folder:  # servers support more models; without a folder the model is unknown
+    rollout = for_this_machine(cfg.rollout)
+    require_servers(rollout)
+    if rollout.uses_servers or not folder:  # servers support more models; without a folder the model is unknown
         return
     family = read_json(folder / "config.json")["model_type"]
     if family not in MODELS:
@@ -399,4 +365,4 @@ if __name__ == "__main__":
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process quietly
         sys.exit(tables.main(sys.argv[1:]))
     cfg, args = command_line(EvalConfig, __doc__, rows.pick)
-    run_script(dry_run if args.dry_run else main, cfg)
+    run_script(partial(main, dry=args.dry_run), cfg)

@@ -22,13 +22,11 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 from episode import Episode, Group, Trajectory
-from runtime.answers import final_answer, score_answer
-from runtime.api import Api, Judge, JudgeError
-from runtime.engine import map_in_threads
+from runtime.answers import Judge, JudgeError, final_answer, score_answer
+from runtime.engine import Api, map_in_threads
 from runtime.render import END_OF_TURN, TAG, TAG_PIECE, TAGS_AND_CODE, Renderer
 
 # The keys of what `score` returns. Add a new part in two places: here, and in the dict that `score` returns.
@@ -100,13 +98,11 @@ def score(episode: Episode, renderer: Renderer, cfg: RewardConfig, judge: Judge 
         return score_of_spam(cfg)
 
     # Score the answer and the calls.
-    task = episode.task
     tagged_answer = final_answer(texts)
     answer = tagged_answer
     if tagged_answer is None:
         answer = final_answer(texts, cfg.untagged_answer)
-    ask = judge and partial(judge, task.question)
-    _, acc = score_answer(answer, task.kind, task.answer, task.options, cfg.open_answer, ask)
+    _, acc = score_answer(answer, episode.task, cfg.open_answer, judge)
     tool = tool_reward(episode, acc)
 
     # Score the format. Without a call, R_fmt is at most 0.8, or 0.7 with the plain weights.

@@ -38,7 +38,8 @@ from grpo import GRPOConfig, accumulate, assign_advantages, bundle_groups
 from metrics import add_format_metrics, describe
 from rewards import RewardConfig, assign_rewards
 from rollout import AgentContext, RolloutConfig, overview, render_prompt, rollout
-from runtime.api import Judge
+from runtime.answers import Judge
+from runtime.api import ApiJudge
 from runtime.checkpoints import load_policy, on_the_hub, write_weights
 from runtime.config import ConfigError, refuse_below_1
 from runtime.dataset import Dataset, Draw, require_rows
@@ -99,8 +100,9 @@ class RLConfig(RunConfig):
         temperature = self.rollout.temperature
         if temperature == 0:
             raise ValueError("rollout.temperature = 0: all episodes of a group would be the same; set it above 0")
-        if self.rollout.think_prefix is None:
-            raise ValueError("rollout.think_prefix = null: only for an evaluation; set true or false")
+        for name, value in vars(self.rollout).items():
+            if value is None:
+                raise ValueError(f"rollout.{name} = null: only for an evaluation; set a value, or leave out the key")
         subagents = self.rollout.subagents
         if subagents.train and subagents.temperature != temperature:
             raise ValueError(f"rollout.subagents.train needs rollout.subagents.temperature = {temperature}")
@@ -137,7 +139,7 @@ def main(cfg: RLConfig, dry: bool = False) -> None:
         raise ConfigError(f"batch_tasks = {cfg.batch_tasks}: each of {ranks} ranks needs a task; raise it")
     if not dry or torch.cuda.is_available() or not cfg.rollout.server_gpus:
         require_servers(cfg.rollout, gpus)
-    require_folder(cfg)
+    require_folder(cfg, cfg.policy.checkpoint)
     require_rows(parse_task, cfg.data, cfg.val)
     if dry and on_the_hub(cfg.policy.checkpoint):
         note_not_looked_up(cfg.policy.checkpoint)
@@ -175,7 +177,7 @@ def train(
 ) -> None:
     """Train to the last step: sample, reward, update, sync, evaluate, log, save."""
     renderer = sampler.renderer
-    judge = Judge(cfg.reward.judge)
+    judge = ApiJudge(cfg.reward.judge)
     held_out = read_held_out(cfg)
 
     # A thread samples the batches in order. With staleness 1 it is one step ahead of training.

@@ -84,8 +84,6 @@ class RolloutConfig(EngineConfig):
     """Sampling temperature of the main agent. 0: greedy."""
     call_timeout: float = 600.0
     """Seconds until a call is given up: enough for its requests to try a second server."""
-    concurrency: int = 256
-    """Episodes that run at once on each rank."""
     subagents: SubagentConfig = SubagentConfig()
 
     def __post_init__(self):
@@ -93,7 +91,7 @@ class RolloutConfig(EngineConfig):
         refuse_unknown_tools(self.tools)
         if self.dispatch != "none" and not self.tools:
             raise ValueError("tools = []: use `dispatch: none` for an agent without tools")
-        for name in ("max_rounds", "max_calls", "max_new_tokens", "max_context", "call_timeout", "concurrency"):
+        for name in ("max_rounds", "max_calls", "max_new_tokens", "max_context", "call_timeout"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
 

@@ -89,7 +89,7 @@ def main(cfg: SFTConfig, dry: bool = False) -> None:
     gpus = cfg.plan.gpus if dry else local_size()
     if dry or torch.cuda.is_available():
         require_memory(cfg.plan, [plan_training(cfg.policy, gpus, cfg.pack_tokens)])
-    require_folder(cfg)
+    require_folder(cfg, cfg.policy.checkpoint)
     require_rows(parse_dialogue, cfg.data, cfg.val)
     if dry and on_the_hub(cfg.policy.checkpoint):
         note_not_looked_up(cfg.policy.checkpoint)

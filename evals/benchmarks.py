@@ -23,8 +23,7 @@ from pathlib import Path
 
 from data import add_options, bare_options, listed_in_other_order, listed_options, parse_task, read_options
 from episode import Task
-from runtime.answers import LEAD, LETTERS, letters_of, score_answer, unboxed
-from runtime.api import Judge
+from runtime.answers import LEAD, LETTERS, Judge, letters_of, score_answer, unboxed
 from runtime.dataset import DataError, RowError, Rows
 
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".avi", ".mov")
@@ -301,8 +300,7 @@ def grade(item: Item, answer: str | None, open_answer: str, judge: Judge | None 
     text = (answer or "").strip()
     if task.kind == "oe":
         text = re.sub(LEAD, "", unboxed(text))
-    ask = judge and functools.partial(judge, task.question)
-    said, score = score_answer(text, task.kind, task.answer, task.options, open_answer, ask)
+    said, score = score_answer(text, task, open_answer, judge)
     if said is None:
         return dict(UNGRADED)
     judged = task.kind == "oe" and open_answer == "judge"

@@ -1,33 +1,26 @@
-"""results.py: the result files of eval.py: read them, resume them, average them; read the published numbers.
+"""results.py: the result files of eval.py: read, resume and append them.
 
-    kept, left = resume(path, items, whole)   # the records to keep, and the items to ask
-    results = read_results(path)        # one file; its name says split, K and arm
-    read_runs(["runs/eval/a", ...])     # all files of several runs, for one table
-    costs(results), rates(results)      # means per item, and shares of items without a good answer
+    results = read_results(path)                        # one file; its name says split, K and arm
+    read_runs(["runs/eval/a", ...])                     # all files of several runs, for one table
+    kept, dropped, left = resume(path, items, whole)    # the records to keep, how many to drop, and the items to ask
+    write_records(path, kept)                           # then `append_record` adds one at a time
 
 RUN/SPLIT-K64-ARM.jsonl has one line per item. RUN/config.yaml has the name of the model's row, and RUN/run.json has the sizes of
 the splits. `checks.refuse_other_run` refuses to add answers that were given under other settings.
 """
 
-import functools
 import json
-import math
-import statistics
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from evals import benchmarks
 from runtime import config
 from runtime.dataset import DataError
-from runtime.folder import RESULTS
+from runtime.folder import RESULTS, write_whole
 from runtime.visual import read_json
 
-PUBLISHED_FILE = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
 RECORD = (  # fields of each line that the tables read; our own agent's lines have f and well_formed as well
     "id", "videos", "kind", "gold", "tagged", "prediction", "score", "judged", "calls", "turns", "tokens", "subagent_tokens",
     "truncated", "seconds", "error",
@@ -111,12 +104,13 @@ def read_runs(runs: Sequence[str | Path]) -> list[Results]:
     return all_results
 
 
-def resume(path: Path, items: list[benchmarks.Item], whole: bool) -> tuple[list[dict], list[benchmarks.Item]]:
-    """Return the records of a file to keep, and the items still to ask. An item is asked again if it ended in an error, or if its
-    record has another gold answer. Records of other ids are dropped if `items` are the whole split."""
+def resume(path: Path, items: list[benchmarks.Item], whole: bool) -> tuple[list[dict], int, list[benchmarks.Item]]:
+    """Return the records of a file to keep, how many others it has, and the items still to ask. An item is asked again if it ended
+    in an error, or if its record has another gold answer. Records of other ids are dropped if `items` are the whole split."""
+    records = read_results(path).records if path.exists() else []
     tasks = {item.task.id: item.task for item in items}
     kept = {}
-    for record in read_results(path).records if path.exists() else ():
+    for record in records:
         task = tasks.get(record["id"])
         if task:
             keep = not record["error"] and (record["kind"], record["gold"]) == (task.kind, task.answer)
@@ -124,56 +118,16 @@ def resume(path: Path, items: list[benchmarks.Item], whole: bool) -> tuple[list[
             keep = not whole  # its item lies beyond the limit
         if keep:
             kept[record["id"]] = record
-    return list(kept.values()), [item for item in items if item.task.id not in kept]
+    left = [item for item in items if item.task.id not in kept]
+    return list(kept.values()), len(records) - len(kept), left
 
 
-# ------------------------------------------------------------------------------------------------ means over items
+def write_records(path: Path, records: list[dict]) -> None:
+    """Write a file of results anew."""
+    write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
 
 
-def executed(record: dict) -> int:
-    """Count the calls that ran, like `episode.Episode.n_executed`."""
-    return sum(not call["error"] for call in record["calls"])
-
-
-def outcomes(records: Sequence[dict]) -> dict[str, float]:
-    """Return means over items: f, well_formed, calls (the paper's kappa) and accuracy. Failed items have no format: 0."""
-    columns = {
-        "f": [record.get("f", 0.0) for record in records],
-        "well_formed": [record.get("well_formed", 0.0) for record in records],
-        "calls": [executed(record) for record in records],
-        "accuracy": [record["score"] for record in records],
-    }
-    return {name: statistics.fmean(values) for name, values in columns.items()}
-
-
-def rates(results: Results) -> dict[str, float]:
-    """Return the shares of items without a good answer, in percent."""
-    totals = Counter()
-    for record in results.records:
-        refused = record["error"].startswith("Refusal: ")  # begins with Episode.error_kind
-        totals["error_rate"] += bool(record["error"]) and not refused
-        totals["refused_rate"] += refused
-        totals["unparsed_rate"] += record["prediction"] is None and not record["error"]
-        totals["truncated_rate"] += record["truncated"]
-    return {name: 100 * total / len(results.records) for name, total in totals.items()}
-
-
-def costs(results: Results) -> dict[str, float]:
-    """Return means per item."""
-    totals = Counter()
-    for record in results.records:
-        ran = executed(record)
-        totals["calls"] += ran
-        totals["tool_usage_rate"] += 100 * (ran > 0)
-        totals["failed_calls"] += len(record["calls"]) - ran
-        for name in ("turns", "tokens", "subagent_tokens", "critical_tokens", "seconds"):
-            totals[name] += record.get(name, math.nan)  # older records have no critical_tokens
-    return {name: total / len(results.records) for name, total in totals.items()}
-
-
-# ------------------------------------------------------------------------------------------------ the published run
-
-
-@functools.cache
-def read_published() -> dict[str, Any]:
-    return yaml.safe_load(PUBLISHED_FILE.read_text(encoding="utf-8"))
+def append_record(path: Path, record: dict) -> None:
+    """Add a record to a file of results. One thread at a time may do so."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")  # as ASCII, so that no separator of Unicode breaks the line

@@ -1,13 +1,13 @@
 """tables.py: print the results of eval.py as Markdown tables, with the published values beside them.
 
-    python eval.py table runs/eval/* [--baseline NAME] [--by duration] [--tagged]
+    python eval.py table runs/eval/* [--baseline NAME] [--by duration]
     python eval.py ablation runs/NAME_8b runs/eval/own/NAME_8b     # where the trainings and the evaluations are
     python eval.py ablation runs/toy/NAME runs/toy/eval/NAME       # the same tables of the toy
 
 `table` has one row per model, arm and K. Runs of one `name` share a row, and so do the K of the paper's table, where Charades has
 its own. A cell has the score and the gain over the baseline; an unfinished score says `n of N`. Errors count as wrong. Below a
-model are the published scores of its finished splits. Two more tables have all figures of each split, and the costs per item;
---by splits the scores by a field of the records.
+model are the published scores of its finished splits. Two more tables have all figures of each split, and means per item: the
+format of our own agent (f and the share of well-formed episodes) and the costs. --by splits the scores by a field of the records.
 
 `ablation` has the paper's three ablation tables. NAME stands for grpo, paragrpo and so on: `run` and `eval` of the rows in
 configs/eval/published.yaml. What is missing is an empty cell.
@@ -16,24 +16,27 @@ Deliberately missing: significance tests, several seeds of a row (`make paradox`
 """
 
 import argparse
+import functools
 import json
 import math
 import statistics
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 
 from evals.benchmarks import headline
-from evals.results import Results, costs, rates, read_published, read_run, read_runs, whole_lines
+from evals.results import Results, read_run, read_runs, whole_lines
 from runtime.config import ConfigError, suggest
 from runtime.dataset import DataError
 
 COMMANDS = ("table", "ablation")
+PUBLISHED_FILE = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
 Row = dict[str, Results]  # one row of the table of scores: split -> results
 
 
@@ -53,30 +56,22 @@ A cell: the score in percent, and the gain in points over {baseline} on the item
 bootstrap over videos). The gain is over the baseline's first arm, at the same K if it has that.
 tagged: the share of items whose answer stands where its protocol asks for it: anywhere for `direct`, in closed tags for the
 others. Other answers also count, as far as the run's grading.untagged_answer reads them (prose, the default: anywhere after the
-thought, much as in the published run); with --tagged they do not.
+thought, much as in the published run).
 Models of other authors are asked with our prompts, unless their run names a prompt_file."""
 
 
-def all_tables(runs: Sequence[str | Path], baseline: str = "", by: str = "", tagged: bool = False) -> str:
-    """Write all tables as Markdown. `tagged`: only tagged answers count as right."""
+def all_tables(runs: Sequence[str | Path], baseline: str = "", by: str = "") -> str:
+    """Write all tables as Markdown."""
     all_results = read_runs(runs)
-    if tagged:
-        all_results = [only_tagged(results) for results in all_results]
     names = list(dict.fromkeys(results.name for results in all_results))
     baseline = baseline or names[0]
     if baseline not in names:
         raise DataError(f"--baseline {baseline!r}: no results have that name; {suggest(baseline, names)}")
     all_results.sort(key=lambda r: (names.index(r.name), r.arm != "parallel", r.arm, r.k))
-    parts = [scores_table(all_results, baseline), figures_table(all_results), costs_table(all_results)]
+    parts = [scores_table(all_results, baseline), figures_table(all_results), per_item_table(all_results)]
     if by:
         parts.append(breakdown_table(all_results, by))
     return "\n\n".join(parts)
-
-
-def only_tagged(results: Results) -> Results:
-    """Return the results with a score of 0 for every answer outside the protocol's own form."""
-    records = [record | {"score": record["score"] * record["tagged"]} for record in results.records]
-    return replace(results, records=records)
 
 
 def scores_table(all_results: Sequence[Results], baseline: str) -> str:
@@ -158,13 +153,14 @@ def figures_table(all_results: Sequence[Results]) -> str:
     return markdown("### Figures", list(rows[0]), rows)
 
 
-def costs_table(all_results: Sequence[Results]) -> str:
+def per_item_table(all_results: Sequence[Results]) -> str:
     """Write the means per item."""
     rows = []
     for results in all_results:
-        cells = {name: f"{value:.2f}" for name, value in costs(results).items() if not math.isnan(value)}
+        cells = {name: f"{value:.2f}" for name, value in per_item(results.records).items() if not math.isnan(value)}
         rows.append(first_cells(results) | cells)
-    return markdown("### Per item", [*first_cells(all_results[0]), *costs(all_results[0])], rows)
+    header = [*first_cells(all_results[0]), *per_item(all_results[0].records)]
+    return markdown("### Per item", header, rows)
 
 
 def breakdown_table(all_results: Sequence[Results], by: str) -> str:
@@ -292,6 +288,35 @@ def gain_text(ours: Results, base: Results) -> str:
 # ------------------------------------------------------------------------------------------------ figures
 
 
+def rates(results: Results) -> dict[str, float]:
+    """Return the shares of items without a good answer, in percent."""
+    totals = Counter()
+    for record in results.records:
+        refused = record["error"].startswith("Refusal: ")  # begins with Episode.error_kind
+        totals["error_rate"] += bool(record["error"]) and not refused
+        totals["refused_rate"] += refused
+        totals["unparsed_rate"] += record["prediction"] is None and not record["error"]
+        totals["truncated_rate"] += record["truncated"]
+    return {name: 100 * total / len(results.records) for name, total in totals.items()}
+
+
+def per_item(records: Sequence[dict]) -> dict[str, float]:
+    """Return means over items. A figure is NaN if a record lacks it. Only our own agent has a format, f and well_formed. Its failed
+    items have none and count 0."""
+    no_format = 0.0 if any("f" in record for record in records) else math.nan
+    columns = defaultdict(list)
+    for record in records:
+        ran = sum(not call["error"] for call in record["calls"])  # like `episode.Episode.n_executed`
+        columns["f"].append(record.get("f", no_format))
+        columns["well_formed"].append(record.get("well_formed", no_format))
+        columns["calls"].append(ran)  # the paper's kappa
+        columns["tool_usage_rate"].append(100 * (ran > 0))
+        columns["failed_calls"].append(len(record["calls"]) - ran)
+        for name in ("turns", "tokens", "subagent_tokens", "critical_tokens", "seconds"):
+            columns[name].append(record.get(name, math.nan))  # older records have no critical_tokens
+    return {name: statistics.fmean(values) for name, values in columns.items()}
+
+
 def interval(values: Sequence[float], videos: Sequence[str]) -> tuple[float, float]:
     """Return the 95 % interval of the mean, by bootstrap. Questions about one video are not independent, so whole videos
     are drawn. With a single video, the interval is unknown (NaN)."""
@@ -312,6 +337,11 @@ def average_cell(scores: dict[str, float], columns: Sequence[str]) -> str:
     return f"{statistics.fmean(scores[column] for column in columns):.1f}"
 
 
+@functools.cache
+def read_published() -> dict[str, Any]:
+    return yaml.safe_load(PUBLISHED_FILE.read_text(encoding="utf-8"))
+
+
 def published_scores(name: str, published: dict) -> dict[str, float]:
     """Return the published scores of a model. "ParaVT-8B (own)" has those of ParaVT-8B."""
     for row in published["rows"]:
@@ -327,14 +357,13 @@ def main(arguments: Sequence[str]) -> None:
     table.add_argument("runs", nargs="+", help="folders of results")
     table.add_argument("--baseline", default="", help="the model that gains are measured against (default: the first)")
     table.add_argument("--by", default="", help="also print scores by this field of the records, such as duration")
-    table.add_argument("--tagged", action="store_true", help="count only answers in the protocol's own form as right")
     ablation = commands.add_parser("ablation")
     ablation.add_argument("trainings", help="their folders, with NAME in place of the row's name")
     ablation.add_argument("evaluations", help="the folders of their results, likewise")
     args = parser.parse_args(arguments)
     try:
         if args.command == "table":
-            text = all_tables(args.runs, args.baseline, args.by, args.tagged)
+            text = all_tables(args.runs, args.baseline, args.by)
         else:
             text = ablation_tables(args.trainings, args.evaluations)
     except (ConfigError, DataError) as error:

@@ -1,7 +1,7 @@
 """answers.py: find a model's answer, read it, and score it against the gold, for rewards and evaluations.
 
     text = final_answer(turns)                      # the last complete <answer> of the last turn, after its last </think>
-    said, score = score_answer(text, kind, gold)    # said: a letter (mcq), a span of seconds (tvg), or the text (oe)
+    said, score = score_answer(text, task)          # said: a letter (mcq), a span of seconds (tvg), or the text (oe)
 
 A wrong reading is worse than none. A letter is read by these rules, and the first one that names a letter decides:
 1. The text is one option's text.
@@ -26,6 +26,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from episode import Task
 from runtime.render import END_OF_TURN, TAG_PIECE
 
 LETTERS = "ABCDEFGHIJ"  # of options
@@ -100,27 +101,30 @@ def unboxed(text: str) -> str:
 # ------------------------------------------------------------------------------------------------ its score
 
 
+class JudgeError(RuntimeError):
+    """The judge gave no verdict. The episode is counted and left out of the loss. It does not score 0."""
+
+
+Judge = Callable[[str, str, str], float]  # (question, gold, answer) -> 1.0 or 0.0; may raise JudgeError
+
+
 def score_answer(
-    text: str | None,
-    kind: str,
-    gold: str,
-    options: tuple[str, ...] = (),
-    open_answer: str = "f1",
-    judge: Callable[[str, str], float] | None = None,
+    text: str | None, task: Task, open_answer: str = "f1", judge: Judge | None = None
 ) -> tuple[str | tuple[float, float] | None, float]:
-    """Read the text, and compare what it says with the gold. Return both: a letter, a span or the text (None: it cannot be
-    read), and a score from 0 to 1. `open_answer`: f1 of the words, exact match, or judge(gold, text)."""
+    """Read the text, and compare what it says with the task's answer. Return both: a letter, a span or the text (None: it cannot
+    be read), and a score from 0 to 1. `open_answer`: f1 of the words, exact match, or the judge's verdict."""
+    gold = task.answer
     if not text:
         return None, 0.0
-    if kind == "mcq":
-        letter = parse_letter(text, options)
+    if task.kind == "mcq":
+        letter = parse_letter(text, task.options)
         return letter, float(letter == gold)
-    if kind == "tvg":
+    if task.kind == "tvg":
         span = parse_span(text)
         gold_span = parse_span(gold)
         return span, iou(span, gold_span) if span and gold_span else 0.0
     if open_answer == "judge":
-        return text, judge(gold, text)
+        return text, judge(task.question, gold, text)
     if open_answer == "exact":
         return text, float(normalise(text) == normalise(gold))
     return text, token_f1(text, gold)

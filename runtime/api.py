@@ -1,7 +1,7 @@
 """api.py: ask a model behind an OpenAI-compatible chat endpoint: to evaluate it, or to let it judge open answers.
 
     engine = OpenAI(api, renderer)                                      # generate(ids, clips, ...), as engine.py says
-    Judge(Api(url=..., model=..., key=""))(question, gold, answer)      # 1.0 or 0.0, or JudgeError
+    ApiJudge(Api(url=..., model=..., key=""))(question, gold, answer)   # 1.0 or 0.0, or JudgeError
 
 Deliberately missing: log-probs (they are 0, so these samples cannot train), forced openings, seeds, stop tokens, streaming.
 """
@@ -12,15 +12,15 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import requests
 from PIL import Image
 from requests.adapters import HTTPAdapter, Retry
 
+from runtime.answers import JudgeError
 from runtime.config import ConfigError
-from runtime.engine import Engine, EngineError, Sample
+from runtime.engine import Api, Engine, EngineError, Sample
 from runtime.render import END_OF_TURN, IMAGE_PAD, VISION_END, VISION_START, Renderer
 from runtime.video import Clip
 
@@ -28,28 +28,6 @@ CONTROL = ("<|im_start|>", END_OF_TURN, IMAGE_PAD, VISION_START, VISION_END)  # 
 # A busy API is asked again after 0, 2, 4, 8, 16 and 32 seconds. One that cannot be reached, or is silent, is asked twice.
 RETRY = Retry(6, connect=1, read=1, backoff_factor=1, status_forcelist=(429, 500, 502, 503, 504), allowed_methods=None,
               raise_on_status=False, respect_retry_after_header=False)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Api:
-    """An OpenAI-compatible chat endpoint."""
-
-    url: str = ""
-    """Such as https://api.openai.com/v1. Empty: no API."""
-    model: str = ""
-    key: str = "OPENAI_API_KEY"
-    """Name of the environment variable with the key. The key itself is never written down. Empty: send no key."""
-    timeout: float = 180.0
-    """Seconds without a byte from the API."""
-    parameters: dict[str, object] = field(default_factory=dict)
-    """Override the fields of a request other than its messages. null drops a field. OpenAI's o-series and gpt-5 need
-    {max_completion_tokens: N, max_tokens: null, temperature: null}, where N includes thinking tokens."""
-
-    def __post_init__(self):
-        if self.url and not self.model:
-            raise ValueError(f"url = {self.url!r}: set `model` to the name of a model there")
-        if not re.fullmatch("([A-Z_][A-Z0-9_]*)?", self.key):  # it may be the key itself, so it is not printed
-            raise ValueError("key: give the name of an environment variable with the key, such as OPENAI_API_KEY")
 
 
 class Refusal(EngineError):
@@ -164,11 +142,7 @@ PROMPT = (
 )
 
 
-class JudgeError(RuntimeError):
-    """The judge gave no verdict. The episode is counted and left out of the loss. It does not score 0."""
-
-
-class Judge:
+class ApiJudge:
     """Asks for verdicts, from many threads at once."""
 
     def __init__(self, cfg: Api):

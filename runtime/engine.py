@@ -10,15 +10,16 @@ evaluation only: its log-probs are 0, and it bans nothing.
 """
 
 import contextlib
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from episode import Prompt
-from runtime.config import UserError
+from runtime.config import ConfigError, UserError
 from runtime.video import Clip
 
 
@@ -131,8 +132,9 @@ def map_in_threads(function: Callable[[Any], Any], items: Iterable, at_once: int
 class EngineConfig:
     """Which engine samples. Without server_gpus and urls, the model runs in this process."""
 
-    server_gpus: tuple[int, ...] = ()
-    """GPUs on which this run starts SGLang servers, one server per `tensor_parallel` GPUs."""
+    server_gpus: tuple[int, ...] | None = ()
+    """GPUs on which this run starts SGLang servers, one server per `tensor_parallel` GPUs. null, in evaluation only: all GPUs of
+    this machine, or none if SGLang is not installed."""
     tensor_parallel: int = 1
     """GPUs per server, taken in order: with 2, `server_gpus: [4, 5, 6, 7]` starts a server on 4 and 5 and one on 6 and 7."""
     urls: tuple[str, ...] = ()
@@ -142,13 +144,17 @@ class EngineConfig:
     """Extra flags for `sglang.launch_server`, after those of `runtime.open_engine.server_flags`."""
     max_context: int = 32_768
     """Longest trajectory, in tokens."""
+    concurrency: int | None = 256
+    """Episodes that run at once on each rank. null, in evaluation only: 32 per GPU of `server_gpus`, and at least 32."""
     max_batch_tokens: int = 131_072
     """For the model in this process: the most rows * length of a batch. It bounds the memory of the KV cache."""
 
     def __post_init__(self):
-        gpus, size = list(self.server_gpus), self.tensor_parallel
+        if self.concurrency == 0:
+            raise ValueError("concurrency = 0: must be positive")
+        gpus, size = list(self.server_gpus or ()), self.tensor_parallel
         if size < 1 or len(gpus) % size:
-            raise ValueError(
+            raise ConfigError(  # no ValueError: the GPUs that replace null come after the YAML is read
                 f"server_gpus = {gpus} cannot be divided into servers of tensor_parallel = {size}: give a multiple of it"
             )
         for flag in self.server_args:
@@ -158,3 +164,25 @@ class EngineConfig:
     @property
     def uses_servers(self) -> bool:
         return bool(self.server_gpus or self.urls)
+
+
+@dataclass(frozen=True)
+class Api:
+    """An OpenAI-compatible chat endpoint."""
+
+    url: str = ""
+    """Such as https://api.openai.com/v1. Empty: no API."""
+    model: str = ""
+    key: str = "OPENAI_API_KEY"
+    """Name of the environment variable with the key. The key itself is never written down. Empty: send no key."""
+    timeout: float = 180.0
+    """Seconds without a byte from the API."""
+    parameters: dict[str, object] = field(default_factory=dict)
+    """Override the fields of a request other than its messages. null drops a field. OpenAI's o-series and gpt-5 need
+    {max_completion_tokens: N, max_tokens: null, temperature: null}, where N includes thinking tokens."""
+
+    def __post_init__(self):
+        if self.url and not self.model:
+            raise ValueError(f"url = {self.url!r}: set `model` to the name of a model there")
+        if not re.fullmatch("([A-Z_][A-Z0-9_]*)?", self.key):  # it may be the key itself, so it is not printed
+            raise ValueError("key: give the name of an environment variable with the key, such as OPENAI_API_KEY")

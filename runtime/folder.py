@@ -52,10 +52,13 @@ MAY_CHANGE = {
 MAY_GROW = {"splits", "frames", "arms", "limit"}
 
 
-def require_folder(cfg: Any) -> None:
-    """Refuse a run's folder that holds another run, or whose name a shell would have expanded."""
+def require_folder(cfg: Any, checkpoint: str = "") -> None:
+    """Refuse a run's folder that holds another run or the checkpoint that the run starts from, or whose name a shell would have
+    expanded."""
     if cfg.run.startswith("~") or "$" in cfg.run:
         raise ConfigError(f"run = {cfg.run!r}: write the whole path, because nothing expands ~ and $ in it")
+    if checkpoint:
+        refuse_replaced_checkpoint(Path(cfg.run), Path(checkpoint))
     refuse_other_run(cfg)
 
 

@@ -14,16 +14,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import requests
 import torch
 
-from runtime.api import Api, OpenAI
+from runtime.api import OpenAI
 from runtime.config import ConfigError
 from runtime.distributed import gather, local_rank, local_size, print0, rank
-from runtime.engine import Engine, EngineConfig, EngineError
+from runtime.engine import Api, Engine, EngineConfig, EngineError
 from runtime.inprocess import InProcess
 from runtime.processes import start_group
 from runtime.render import Renderer
@@ -31,6 +32,17 @@ from runtime.servers import Server, SGLang, request_json
 
 # Prefixes of torchrun's and the trainer's environment variables, which the servers must not inherit.
 TRAINER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "TORCH_NCCL", "PET_", "OMP_", "PYTORCH_")  # fmt: skip
+
+
+def for_this_machine(cfg: EngineConfig) -> EngineConfig:
+    """Return the settings with this machine's values in place of null."""
+    gpus = cfg.server_gpus
+    if gpus is None:
+        gpus = range(torch.cuda.device_count()) if importlib.util.find_spec("sglang") else ()
+    concurrency = cfg.concurrency
+    if concurrency is None:
+        concurrency = 32 * max(1, len(gpus))
+    return replace(cfg, server_gpus=tuple(gpus), concurrency=concurrency)
 
 
 def open_engine(
@@ -41,7 +53,7 @@ def open_engine(
     frames: Path | None = None,
     api: Api | None = None,
 ) -> Engine:
-    """Open the engine that the settings ask for. `logs` and `frames`: folders of the servers' logs, and of the frames that they
+    """Open the engine that the settings ask for. None of them is null. `logs` and `frames`: folders of the servers' logs, and of the frames that they
     read."""
     if api and api.url:  # an API's model
         return OpenAI(api, renderer)

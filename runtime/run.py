@@ -38,9 +38,9 @@ from runtime.checkpoints import (
 from runtime.config import ConfigError, refuse_below_1
 from runtime.dataset import DataConfig
 from runtime.distributed import gather, local_size, peak_memory, print0, rank, world_size
-from runtime.folder import refuse_other_weights, refuse_replaced_checkpoint, save_run, write_whole
+from runtime.folder import refuse_other_weights, save_run, write_whole
 from runtime.plan import GIB, Plan, PlanConfig, count, meta_policy
-from runtime.policy import Policy, PolicyConfig
+from runtime.policy import Policy, PolicyConfig, dtype_of
 from runtime.prompts import OURS, Prompts
 from runtime.visual import VisualContract
 
@@ -175,11 +175,11 @@ def require_memory(cfg: PlanConfig, plans: Sequence[Plan]) -> None:
 
 
 def require_weights(cfg: RunConfig, source: Path) -> None:
-    """Refuse weights that cannot be trained, a run that would replace them, and a resumed run that began with others: its
-    reference and its frozen tower would be new, and its text model old."""
+    """Refuse weights that cannot be trained here, and a resumed run that began with others: its reference and its frozen tower
+    would be new, and its text model old."""
     read_config(source)  # refuses other families
+    dtype_of(cfg.policy)  # refuses bf16 without a GPU
     refuse_quantized(source)
-    refuse_replaced_checkpoint(Path(cfg.run), source)
     if saved_step(Path(cfg.run) / "state"):
         refuse_other_weights(Path(cfg.run), source, f"policy.checkpoint = {cfg.policy.checkpoint!r}")
 

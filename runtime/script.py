@@ -79,11 +79,11 @@ def run_script(work: Callable[[Any], int | None], cfg: Any) -> NoReturn:
     except BaseException as error:
         if interrupts:
             status = f"interrupted. {GOES_ON} in {cfg.run}"
-        elif isinstance(error, UserError | FileNotFoundError | PermissionError):
-            status = f"error: {error}"
         elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             lost = error.filename or cfg.run
             status = f"error: {lost}: the disk is full; what was complete is untouched. {GOES_ON}"
+        elif isinstance(error, UserError | FileNotFoundError) or (isinstance(error, OSError) and error.filename):
+            status = f"error: {error}"
         else:
             status = traceback.format_exc().rstrip()
     end_process(status)

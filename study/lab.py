@@ -17,8 +17,8 @@ from metrics import format_metrics
 from rewards import RewardConfig, score, structural_mask
 from rl import RLConfig
 from runtime import config
-from runtime.answers import LETTERS, parse_span
-from runtime.api import Judge, JudgeError
+from runtime.answers import LETTERS, JudgeError, parse_span
+from runtime.api import ApiJudge
 from runtime.config import ConfigError
 from runtime.render import END_OF_TURN
 from tools import parse_calls
@@ -84,7 +84,7 @@ def main() -> None:
     episode = episode_of_turns(turns, task, renderer, args.executed)
     try:
         cfg = config.load(RLConfig, args.config).reward if args.config else RewardConfig()
-        parts = score(episode, renderer, cfg, Judge(cfg.judge)) | format_metrics(episode, renderer, cfg)
+        parts = score(episode, renderer, cfg, ApiJudge(cfg.judge)) | format_metrics(episode, renderer, cfg)
     except (ConfigError, JudgeError) as error:
         sys.exit(f"error: {error}")
 

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from evals.results import outcomes, read_results
-from evals.tables import markdown
+from evals.results import read_results
+from evals.tables import markdown, per_item
 from runtime.config import read_tree
 from runtime.folder import git_commit
 from runtime.processes import start_group
@@ -184,7 +184,7 @@ def read_figures(root: Path) -> Figures:
 
 def means_of(records: Sequence[dict], flashes: dict[str, toy.Flash]) -> dict[str, float]:
     """Return means over episodes, and the share of reports that are right, if there are reports."""
-    means = outcomes(records)
+    means = {"accuracy": statistics.fmean(record["score"] for record in records), **per_item(records)}
     right = []
     for record in records:
         flash = flashes[Path(record["videos"][0]).name]

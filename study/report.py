@@ -16,6 +16,7 @@ import io
 import json
 import math
 import re
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from PIL import Image
 
 from episode import Episode, Prompt, Trajectory, episodes_of
 from evals import results
+from evals.tables import per_item
 from grpo import token_advantages
 from rewards import Anchor, turn_texts
 from runtime.answers import final_answer
@@ -111,10 +113,8 @@ def add_evaluation(run: RunData, evaluated: list[results.Results]) -> None:
         if result.arm == shown:
             by_k.setdefault(result.k, []).extend(result.records)
     for k, records in by_k.items():
-        row = {"K": k, **results.outcomes(records)}
-        if not any("f" in record for record in records):  # only our own agent has a rewarded format
-            del row["f"], row["well_formed"]
-        run.rows.append(row)
+        accuracy = statistics.fmean(record["score"] for record in records)
+        run.rows.append({"K": k, "accuracy": accuracy, **per_item(records)})
 
 
 def read_episodes(run: RunData, files: list[Path], config: dict, renderer: Renderer) -> None:

@@ -124,7 +124,7 @@ def refused(capsys):
         with pytest.raises((UserError, FileNotFoundError, PermissionError), match=match) as error:
             evaluation.main(cfg)
         with pytest.raises((UserError, FileNotFoundError, PermissionError), match=match):
-            evaluation.dry_run(cfg)
+            evaluation.main(cfg, dry=True)
         return f"{error.value}\n{capsys.readouterr().out}"
 
     return check

@@ -12,8 +12,8 @@ import eval as evaluation
 import rl
 from eval import EvalConfig
 from evals import tables
-from evals.results import read_published
 from evals.rows import pick
+from evals.tables import read_published
 from rl import RLConfig
 from runtime import config
 from runtime.dataset import DataError
@@ -129,14 +129,14 @@ def test_the_dry_run_of_each_training_lacks_only_its_start(words, toy_dir, capsy
     lacks_start = pytest.raises(config.ConfigError, match=f"{start}: neither a folder nor a model on the hub")
     with lacks_start if start.startswith("runs/") else contextlib.nullcontext():
         rl.main(cfg, dry=True)
-    assert "ok      data: " in capsys.readouterr().out
+    assert "data: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", commands("eval.py"), ids=" ".join)
 def test_the_dry_run_of_each_evaluation_names_all_data_that_are_missing(words):
     cfg = config.load(EvalConfig, REPO / words[0], words[1:], pick)
     with pytest.raises(DataError) as missing:
-        evaluation.dry_run(cfg)
+        evaluation.main(cfg, dry=True)
     told = dict(line.split(": ", 1) for line in str(missing.value).splitlines())
     assert set(told) == set(cfg.splits)
     assert all("hf download" in told[split] for split in cfg.splits)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data import listed_options
+from episode import Task
 from runtime import config
 from runtime.answers import (
     final_answer,
@@ -109,11 +110,14 @@ def test_a_span_is_read_in_every_written_form(span, text):
     assert parse_span(text) == (pytest.approx(span) if span else None)
 
 
+def task(kind: str, gold: str, *options: str) -> Task:
+    return Task("t", "Which?", (), kind, gold, options)
+
+
 def read(question, turn):
     """Return a turn's reading as an evaluation reads it."""
     question = READINGS["questions"][question]
-    options = tuple(question.get("options", ()))
-    said, _ = score_answer(final_answer([turn], "prose"), question["kind"], "0 - 1", options)
+    said, _ = score_answer(final_answer([turn], "prose"), task(question["kind"], "0 - 1", *question.get("options", ())))
     return said
 
 
@@ -161,11 +165,17 @@ def test_a_fallback_answer_is_the_text_without_calls_and_pieces_of_tags():
 
 
 def test_an_answer_is_a_letter_a_span_or_text():
-    assert score_answer("B. blue", "mcq", "B", ("red", "blue")) == ("B", 1)
-    assert score_answer("1.25 to 20.1", "tvg", "[12.5, 20.1]") == ((1.25, 20.1), pytest.approx(7.6 / 18.85))
-    assert score_answer("a red car", "oe", "red car") == ("a red car", 1)
+    assert score_answer("B. blue", task("mcq", "B", "red", "blue")) == ("B", 1)
+    assert score_answer("1.25 to 20.1", task("tvg", "[12.5, 20.1]")) == ((1.25, 20.1), pytest.approx(7.6 / 18.85))
+    assert score_answer("a red car", task("oe", "red car")) == ("a red car", 1)
     for text, kind in (("", "oe"), (None, "mcq"), ("soon", "tvg")):
-        assert score_answer(text, kind, "0 - 1") == (None, 0)
+        assert score_answer(text, task(kind, "0 - 1")) == (None, 0)
+
+
+def test_a_judge_reads_the_question_its_answer_and_the_text():
+    seen = []
+    said = score_answer("a car", task("oe", "red car"), "judge", lambda *texts: seen.append(texts) or 1.0)
+    assert said == ("a car", 1) and seen == [("Which?", "red car", "a car")]
 
 
 @pytest.mark.parametrize("text", WORDS)
@@ -204,8 +214,8 @@ def test_no_answer_breaks_the_readers(pieces):
 def test_a_gold_of_letters_is_no_article():
     """In the released code, gold "A" is dropped as an article, so every answer matches."""
     for kind in ("mcq", "oe"):
-        assert score_answer("A", kind, "A") == ("A", 1)
-        assert score_answer("B", kind, "A") == ("B", 0)
+        assert score_answer("A", task(kind, "A")) == ("A", 1)
+        assert score_answer("B", task(kind, "A")) == ("B", 0)
 
 
 def test_iou_is_the_shared_part_of_the_joint_part():

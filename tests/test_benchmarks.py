@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from episode import Task
-from evals import results
+from evals import tables
 from evals.benchmarks import SPLITS, UNGRADED, Cue, Item, count_items, figures, grade, load_split, with_subtitles
 from runtime.dataset import DataError
 
@@ -300,6 +300,6 @@ def test_an_open_answer_is_compared_or_judged():
 
 
 def test_the_published_numbers_are_of_our_splits():
-    table = results.read_published()["table"]
+    table = tables.read_published()["table"]
     assert set(table["columns"]) <= set(SPLITS) and len(table["frames"]) == 7
     assert len(table["rows"]) == 15 and all(len(row["scores"]) == 7 for row in table["rows"])

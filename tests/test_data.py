@@ -23,7 +23,7 @@ from dialogues import Media, parse_dialogue
 from episode import Task
 from grpo import GRPOConfig
 from rl import RLConfig, Sampler, draw_k
-from rl import count_tokens as count_prompt
+from rl import check_row as check_rl_row
 from rollout import AgentContext, RolloutConfig, ask_subagent, overview
 from runtime import config, dataset
 from runtime.dataset import DataConfig, DataError, Dataset, RowError, Rows, Source, row_errors
@@ -486,8 +486,8 @@ def test_a_bad_rl_row_is_left_out_and_a_video_that_cannot_be_shown_fails_its_epi
         assert len(groups) == 3 and failed == {"zeros.mp4", "fifo"}
         for i, why in enumerate(["RecursionError", "UnicodeEncodeError", "no such file"]):
             assert why in sampler.dataset.bad[f"rl.jsonl:{i}"]
-        [good] = [group.task for group in groups if group.task.videos[0].endswith("good.mp4")]
-        assert count_prompt(good, cfg, toy_renderer, videos) > 0
+        tokens, oddities = check_rl_row(RL_ROW, "rl.jsonl:5", trap, cfg, toy_renderer, videos)
+        assert tokens > 0 and not oddities
 
 
 # ------------------------------------------------------------------------------------------------ batches

@@ -29,7 +29,7 @@ from rollout import RolloutConfig
 from runtime.config import ConfigError
 from runtime.engine import EngineConfig, EngineError, EngineLost, Sample
 from runtime.inprocess import InProcess, Request, _Batch, cut_into_batches, sample_tokens
-from runtime.open_engine import open_engine, require_servers, require_urls, start_servers
+from runtime.open_engine import for_this_machine, open_engine, require_servers, require_urls, start_servers
 from runtime.policy import matmul_fp32
 from runtime.processes import MEMORY
 from runtime.servers import MAX_FAILURES, Failure, Server, SGLang, kill
@@ -488,6 +488,31 @@ def test_servers_need_whole_groups_of_gpus():
     for wrong in ({"server_gpus": (4, 5, 6)}, {"server_args": ("--tp-size=2",)}, {"server_args": ("--tp", "2")}):
         with pytest.raises(ValueError, match="tensor_parallel"):
             RolloutConfig(tensor_parallel=2, **wrong)
+
+
+@pytest.mark.parametrize(
+    "sglang, gpus, given, found",
+    [
+        (True, 3, {}, ((0, 1, 2), 96)),
+        (True, 3, {"concurrency": 8}, ((0, 1, 2), 8)),
+        (True, 3, {"server_gpus": (1,)}, ((1,), 32)),
+        (True, 3, {"server_gpus": ()}, ((), 32)),  # in this process
+        (True, 0, {}, ((), 32)),
+        (False, 3, {}, ((), 32)),
+    ],
+)
+def test_null_takes_the_gpus_of_the_machine(monkeypatch, sglang, gpus, given, found):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: sglang or None)
+    cfg = for_this_machine(RolloutConfig(**{"server_gpus": None, "concurrency": None} | given))
+    assert (cfg.server_gpus, cfg.concurrency) == found
+
+
+def test_gpus_that_replace_null_are_checked_as_those_of_a_config(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with pytest.raises(ConfigError, match=r"server_gpus = \[0, 1, 2\] cannot be divided"):
+        for_this_machine(RolloutConfig(server_gpus=None, tensor_parallel=2))
 
 
 def test_what_servers_cannot_run_with_is_refused(monkeypatch):

@@ -27,17 +27,19 @@ from scripted import Scripted, is_subagent, load_episodes, turns
 from scripts import REPO, Forked, finish, line, lines, sections, start, wait_for, write_results
 
 import eval as evaluation
-from eval import EvalConfig, as_trained, dry_run
-from evals import results, tables
-from evals.benchmarks import SPLITS, load_split
-from evals.results import costs, rates, read_results
+from episode import Task
+from eval import EvalConfig, as_trained
+from evals import tables
+from evals.benchmarks import SPLITS, Item, load_split
+from evals.results import read_results, read_run, resume
 from evals.rows import pick
-from evals.tables import interval
+from evals.tables import interval, per_item, rates
 from rollout import derive_seed
 from runtime import config
 from runtime.dataset import DataError
 from runtime.engine import EngineError
 from runtime.folder import only_run_in
+from runtime.open_engine import for_this_machine
 from runtime.prompts import Prompts
 from runtime.render import END_OF_TURN
 from study import report as report_page
@@ -248,7 +250,7 @@ def test_a_run_takes_more_splits_frames_arms_and_items(write, model, toy_dir, tm
         assert asked(engines) == asked_in_all
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert record["items"] == {"toy": 8, "charades": 8}  # sizes of all calls
-    assert {file.total for file in results.read_run(tmp_path / "run").values()} == {8}
+    assert {file.total for file in read_run(tmp_path / "run").values()} == {8}
 
 
 def test_what_was_said_is_kept_to_its_last_2000_characters_in_one_line(write, model, tmp_path):
@@ -309,6 +311,19 @@ def test_items_of_torn_lines_and_errors_are_asked_again_and_leave_one_line(write
     assert asked(engines) == 3 * 5 and len(outcomes(file)) == 8  # two turns and a report of all but three items
 
 
+def test_a_run_records_no_gpus_and_resumes_on_a_machine_with_others(write, model, tmp_path):
+    """Past bug: config.yaml had the GPUs of the machine on which the run began."""
+    model(says("red"))
+    run(write(), "limit=2")
+    file = tmp_path / "run" / "config.yaml"
+    recorded = yaml.safe_load(file.read_text())
+    assert recorded["rollout"]["server_gpus"] is None and recorded["rollout"]["concurrency"] is None
+    recorded["rollout"] |= {"server_gpus": [0, 1], "concurrency": 64}  # as an older version wrote it
+    file.write_text(yaml.safe_dump(recorded))
+    run(write())
+    assert len(outcomes(results_file(tmp_path))) == 8
+
+
 def test_an_answer_to_another_question_is_not_kept(write, model, toy_dir, tmp_path):
     """Past bug: a split whose folder had changed under equal ids kept its old answers."""
     split = tmp_path / "split"
@@ -340,6 +355,21 @@ def test_an_answer_to_another_question_is_not_kept(write, model, toy_dir, tmp_pa
     assert now.pop(first["id"])[0] == "violet" and now.items() <= before.items()
 
 
+@pytest.mark.parametrize(
+    "whole, kept, dropped, left",
+    [
+        (True, ["a"], 3, ["b", "c", "d"]),
+        (False, ["a", "e"], 2, ["b", "c", "d"]),  # e lies beyond the limit
+    ],
+)
+def test_a_file_resumes_with_the_records_whose_items_are_the_same_and_ran(tmp_path, whole, kept, dropped, left):
+    items = [Item(Task(id, "Which?", (), "mcq", "A")) for id in "abcd"]
+    rows = [line("a", 1), line("b", 0, error="EngineError: gone"), line("c", 1, gold="B"), line("e", 1)]
+    records, n_dropped, asked = resume(write_results(tmp_path, "toy", rows), items, whole)
+    assert ([record["id"] for record in records], n_dropped, [item.task.id for item in asked]) == (kept, dropped, left)
+    assert resume(tmp_path / "toy-K4-none.jsonl", items, whole) == ([], 0, items)
+
+
 # ------------------------------------------------------------------------------------------------ what fails
 
 
@@ -364,7 +394,7 @@ def test_two_evaluations_in_one_folder_ask_nothing_twice(write, model, tmp_path,
     def overtaken(*given, **more):
         monkeypatch.setattr(evaluation, "open_engine", plain)
         with monkeypatch.context() as patch:
-            patch.setattr(evaluation, "only_run_in", lambda folder: contextlib.nullcontext())
+            patch.setattr(evaluation, "hold_folder", lambda cfg, folder: contextlib.nullcontext())
             run(path)
         return plain(*given, **more)
 
@@ -429,7 +459,7 @@ def test_an_interval_is_the_binomials_and_as_wide_as_there_are_videos():
 
 def test_the_published_scores_have_the_published_average(tmp_path):
     """Past bug: Charades has its own K, so no row of a full run had all splits. Its run has the row's name."""
-    published = results.read_published()["table"]
+    published = tables.read_published()["table"]
     for name, arm, average in (
         ("ParaVT-8B", "parallel", "59.3"),  # as on the project page
         ("Qwen3-VL-8B", "parallel", "55.6"),
@@ -538,23 +568,21 @@ def test_a_baseline_that_is_not_there_is_refused_with_the_nearest_name(tmp_path)
         tables.all_tables(list(tmp_path.iterdir()), "Qwen3-VL-8B")
 
 
-def test_answers_in_prose_count_unless_only_tagged_ones_are_asked_for(tmp_path):
-    """An untrained model closes few tags, so a gain over it in tagged answers is partly one of format."""
+def test_answers_in_prose_count_and_the_table_says_how_many_are_in_tags(tmp_path):
     base = [line(str(i), i < 5, tagged=i < 1) for i in range(10)]
     write_results(tmp_path / "base", "videomme", base, name="Qwen3-VL-8B")
     write_results(tmp_path / "ours", "videomme", lines("1111110000"), name="ParaVT-8B")
     for folder, name in (("ours", "ParaVT-8B"), ("base", "Qwen3-VL-8B")):
         write_results(tmp_path / folder, "mlvu", [line("0", 1)], name=name, total=2175)  # unfinished
-    for tagged, base_score, gain in ((False, "50.0", "60.0, +10.0 ["), (True, "10.0", "60.0, +50.0 [")):
-        told = tables.all_tables([tmp_path / "ours", tmp_path / "base"], "Qwen3-VL-8B", tagged=tagged)
-        header, _, *rows = sections(told)["Scores"]
-        assert header == ["model", "arm", "tagged", "videomme", "mlvu"]
-        assert [row[:4] for row in rows[1:]] == [
-            ["ParaVT-8B", "published", "", "62.1"],
-            ["Qwen3-VL-8B", "parallel", "18.2", base_score],  # 2 of 11
-            ["Qwen3-VL-8B", "published", "", "59.9"],
-        ]
-        assert rows[0][2] == "100.0" and rows[0][3].startswith(gain) and not rows[1][4]
+    told = tables.all_tables([tmp_path / "ours", tmp_path / "base"], "Qwen3-VL-8B")
+    header, _, *rows = sections(told)["Scores"]
+    assert header == ["model", "arm", "tagged", "videomme", "mlvu"]
+    assert [row[:4] for row in rows[1:]] == [
+        ["ParaVT-8B", "published", "", "62.1"],
+        ["Qwen3-VL-8B", "parallel", "18.2", "50.0"],  # 2 of 11
+        ["Qwen3-VL-8B", "published", "", "59.9"],
+    ]
+    assert rows[0][2] == "100.0" and rows[0][3].startswith("60.0, +10.0 [") and not rows[1][4]
 
 
 def test_mmvu_is_its_multiple_choice_unless_a_judge_graded_the_others(tmp_path):
@@ -566,16 +594,29 @@ def test_mmvu_is_its_multiple_choice_unless_a_judge_graded_the_others(tmp_path):
         rows[4] |= {"judged": True, "score": 1.0}
 
 
-def test_costs_are_means_and_rates_over_all_items(tmp_path):
+def test_costs_and_rates_are_means_over_all_items(tmp_path):
     rows = [line("a", 1), line("b", 0, prediction=None)]
     rows[0] |= {"calls": [{"error": ""}, {"error": "timeout"}], "tokens": 30, "seconds": 3.0, "truncated": True}
     rows[0] |= {"subagent_tokens": 9, "critical_tokens": 36}
     results = read_results(write_results(tmp_path, "videomme", rows, total=2700))
     assert rates(results) == {"error_rate": 0, "refused_rate": 0, "unparsed_rate": 50, "truncated_rate": 50}
-    assert costs(results) == {
+    means = per_item(results.records)
+    assert math.isnan(means.pop("f")) and math.isnan(means.pop("well_formed"))  # of our own agent only
+    assert means == {
         "calls": 0.5, "tool_usage_rate": 50, "failed_calls": 0.5, "turns": 1, "tokens": 20, "subagent_tokens": 4.5,
         "critical_tokens": 23, "seconds": 2,
     }  # fmt: skip
+
+
+def test_the_format_is_a_mean_over_all_items_of_our_own_agent(tmp_path):
+    """A failed item has no format and counts 0. Models of other authors have an empty cell."""
+    ours = [line("a", 1, f=1.0, well_formed=1.0), line("b", 1, f=0.5, well_formed=0.0)]
+    ours += [line("c", 0, error="EngineError: gone"), line("d", 0, error="EngineError: gone")]
+    write_results(tmp_path / "theirs", "videomme", lines("10"), name="theirs", arm="think")
+    write_results(tmp_path / "ours", "videomme", ours, name="ours")
+    header, _, *rows = sections(tables.all_tables([tmp_path / "theirs", tmp_path / "ours"]))["Per item"]
+    columns = [header.index("f"), header.index("well_formed")]
+    assert [[row[0], *(row[i] for i in columns)] for row in rows] == [["theirs", "", ""], ["ours", "0.38", "0.25"]]
 
 
 def test_records_of_an_older_version_have_no_critical_tokens_and_a_table(tmp_path):
@@ -628,17 +669,18 @@ def two_gpus_with_sglang_and_three_cores() -> None:
     for words in ("rows row=paravt_8b", "rows row=paravt_8b way=own", "rows row=gpt4o", "toy"):
         name, *overrides = words.split()
         cfg = config.load(EvalConfig, f"configs/eval/{name}.yaml", overrides, pick)
-        print(cfg.rollout.server_gpus, cfg.rollout.concurrency, cfg.decoders)
+        rollout = for_this_machine(cfg.rollout)
+        print(rollout.server_gpus, rollout.concurrency, cfg.decoders)
 
 
 @pytest.mark.slow
 def test_a_row_takes_the_gpus_and_cores_of_its_machine():
     """Past bug: rows were written for 8 GPUs and refused on other machines."""
     cfg = load(CONFIGS / "rows.yaml", *OURS)
-    assert (cfg.rollout.server_gpus, cfg.decoders) == ((), os.cpu_count())  # without SGLang
+    assert (for_this_machine(cfg.rollout).server_gpus, cfg.decoders) == ((), os.cpu_count())  # without SGLang
     # Published frames are large. For GPT-4o, the number of concurrent requests counts.
     told = finish(Forked(two_gpus_with_sglang_and_three_cores))
-    assert told == "(0, 1) 64 3\n(0, 1) 256 3\n() 8 3\n() 64 1\n"
+    assert told == "(0, 1) 64 3\n(0, 1) 256 3\n() 8 3\n() 32 1\n"
 
 
 def test_a_model_opens_its_turns_as_it_was_trained_to_unless_the_config_says_otherwise(tmp_path):
@@ -651,12 +693,11 @@ def test_a_model_opens_its_turns_as_it_was_trained_to_unless_the_config_says_oth
 
 def test_a_dry_run_refuses_what_the_run_would(toy_dir, capsys, refused):
     usual = [f"checkpoint={toy_dir}/model", f"splits={{toy: {toy_dir}}}", "rollout.server_gpus=[]"]
-    dry_run(load(CONFIGS / "rows.yaml", *OURS, *usual))
-    assert "ok      toy: 8 items, 16 episodes" in capsys.readouterr().out  # with tools and without
+    evaluation.main(load(CONFIGS / "rows.yaml", *OURS, *usual), dry=True)
+    assert "toy: 8 items, 16 episodes" in capsys.readouterr().out  # with tools and without
     for override, rule in (
         ("visual={frame_pixels: 4096}", "this run has 4096, the checkpoint 1024"),
         ("rollout.urls=[localhost:9]", "no server answers at localhost:9"),
-        ("run=/dev/null/here", "/dev/null is not a writable folder"),
     ):
         refused(load(CONFIGS / "rows.yaml", *OURS, *usual, override), rule)
 
@@ -668,7 +709,7 @@ def test_all_missing_splits_are_one_fault_and_a_dry_run_downloads_nothing(write,
     )
     refused(load(write(), "checkpoint=runs/sft_8b/model"), "runs/sft_8b/model: neither a folder nor a model on the hub")
     refused(load(write(), "checkpoint=tests/model"), "tests/model: neither a folder")  # tests/ is here, so it is a path
-    dry_run(load(write(), "checkpoint=Somebody/Else"))
+    evaluation.main(load(write(), "checkpoint=Somebody/Else"), dry=True)
     assert "note    checkpoint: Somebody/Else was not looked up; the run fetches it" in capsys.readouterr().out
 
 
@@ -687,10 +728,10 @@ def test_a_model_of_others_may_have_another_template_but_the_run_says_so(write, 
     template = tmp_path / "other" / "chat_template.jinja"
     template.write_text(template.read_text().replace("assistant\\n' if", "assistant\\n<think>\\n' if"))
     cfg = load(write(), f"checkpoint={tmp_path}/other", "limit=1", "rollout.max_new_tokens=4")
-    for work in (dry_run, evaluation.main):
-        assert not work(cfg)
+    for dry in (True, False):
+        assert not evaluation.main(cfg, dry)
         assert f"  note    {tmp_path}/other: its chat template does not continue a dialogue" in capsys.readouterr().out
-    agent = load(write(), f"checkpoint={tmp_path}/other", "prompting.protocol=agent")
+    agent = load(write(), f"checkpoint={tmp_path}/other", "prompting.protocol=agent", f"run={tmp_path}/agent")
     refused(agent, "its chat template does not continue a dialogue as rollouts do")
 
 

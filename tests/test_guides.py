@@ -277,7 +277,7 @@ def test_a_dataset_is_rows_that_become_tasks_and_items(fork):
     told = fork.shell(1)
     assert "mine.jsonl: 3 rows, 0 unusable" in told
     told = fork.shell(2)
-    assert "ok      mine: 3 items, 30 episodes" in told and "MISSING" not in told
+    assert "mine: 3 items, 30 episodes" in told and "MISSING" not in told
     alone = [
         "eval.py",
         "configs/eval/toy_mine.yaml",

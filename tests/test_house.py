@@ -61,6 +61,18 @@ def test_tools_rollout_and_rewards_know_no_ranks():
         assert "torch.distributed" not in (REPO / f"{module}.py").read_text()
 
 
+def test_rewards_need_no_http_client():
+    """The caller passes a judge in. Until then, a reward is arithmetic that a test can read without a network."""
+    reached = set()
+    left = {"rewards"}
+    while left:
+        module = left.pop()
+        reached.add(module)
+        left |= IMPORTS[module] - reached
+    for module in reached:
+        assert "import requests" not in (REPO / f"{module.replace('.', '/')}.py").read_text(), module
+
+
 def test_on_top_stand_the_method_and_the_rooms():
     assert set(METHOD) <= {path.stem for path in REPO.glob("*.py")}
     folders = {path.name for path in REPO.iterdir() if path.is_dir()}

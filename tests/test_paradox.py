@@ -6,10 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from scripts import REPO
+from scripts import REPO, line
 
 from eval import EvalConfig
-from evals.results import RECORD
 from rl import RLConfig
 from runtime import config
 from study import paradox, toy
@@ -117,8 +116,8 @@ def write_evaluation(root: Path, seed: int, row: str, scores: list[float], calls
     lines = []
     made = [{"error": "", "window": window, "text": toy.NOTHING} for window in ([0, 8], [8, 16])]
     for i, score in enumerate(scores):
-        own = {"videos": [f"videos/test{i:05d}.mp4"], "score": score, "calls": made[:calls], "f": f, "well_formed": 1.0}
-        lines.append(dict.fromkeys(RECORD) | own)
+        video = f"videos/test{i:05d}.mp4"
+        lines.append(line(str(i), score, video=video, calls=made[:calls], f=f, well_formed=1.0))
     folder = root / f"seed{seed}" / "eval" / row
     folder.mkdir(parents=True)
     (folder / "toy-K4-parallel.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -141,8 +140,10 @@ def root(tmp_path, monkeypatch) -> Path:
 def test_figures_are_means_over_episodes_by_seed_and_row(root):
     figures = paradox.read_figures(root)
     means = {"f": 1.0, "well_formed": 1.0, "calls": 2.0, "accuracy": 1.0, "reports_right": 0.5}
-    assert figures[0, "paragrpo", 4] == figures[0, "paragrpo", "all"] == means
-    assert figures[0, "grpo", 4] == {"f": 0.1, "well_formed": 1.0, "calls": 0.0, "accuracy": 0.25}
+    assert means.items() <= figures[0, "paragrpo", 4].items()
+    assert figures[0, "paragrpo", "all"] == figures[0, "paragrpo", 4]
+    plain = {"f": 0.1, "well_formed": 1.0, "calls": 0.0, "accuracy": 0.25}
+    assert plain.items() <= figures[0, "grpo", 4].items() and "reports_right" not in figures[0, "grpo", 4]
     assert paradox.by_seed(figures, "sft", "accuracy", 4) == {0: 0.75, 1: 0.5}
 
 
@@ -172,7 +173,7 @@ def test_the_demo_fails_without_a_required_claim_or_an_episode_to_show(root, mon
     for name in ("sft-toy", "sft", "grpo", "paragrpo"):
         (root / "done" / f"seed0-{name}").touch()  # nothing is left to run
     file = root / "seed0" / "eval" / "paragrpo" / "toy-K4-parallel.jsonl"
-    file.write_text(file.read_text().replace('"score": 1', f'"score": {score}'))
+    file.write_text(file.read_text().replace('"score": 1.0', f'"score": {score}'))
     monkeypatch.setattr(paradox, "draw_pictures", lambda *_: None)
     monkeypatch.setattr(paradox, "ask_paragrpo", lambda _: shown)
     assert paradox.demo(root) == status

@@ -16,9 +16,9 @@ import yaml
 from PIL import Image
 from scripted import play as roll_out
 from scripted import turns
+from scripts import line
 
 from episode import Task, dump
-from evals.results import RECORD
 from rewards import structural_mask
 from runtime.render import Renderer, load_tokenizer
 from runtime.visual import VisualContract
@@ -62,7 +62,7 @@ def write_evaluation(folder, k, scores, arm="parallel"):
     (folder / "config.yaml").write_text(yaml.safe_dump({"run": str(folder)}))
     lines = []
     for score in scores:
-        lines.append(dict.fromkeys(RECORD, "") | {"score": score, "calls": [], "f": 1.0, "well_formed": 1.0})
+        lines.append(line("", score, f=1.0, well_formed=1.0))
     lines[1] |= {"calls": [{"error": ""}, {"error": ""}, {"error": "timeout"}], "well_formed": 0.0}
     (folder / f"toy-K{k}-{arm}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder

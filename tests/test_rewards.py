@@ -14,7 +14,9 @@ from tiny import Pieces
 
 import rewards
 from episode import NO_PROMPT, Group, Task, Trajectory
-from rewards import Anchor, Api, JudgeError, RewardConfig, score, structural_mask
+from rewards import Anchor, RewardConfig, score, structural_mask
+from runtime.answers import JudgeError
+from runtime.engine import Api
 from runtime.render import END_OF_TURN, TAG, TAGS, TAGS_AND_CODE
 from study import lab
 from study.lab import Characters, episode_of_turns

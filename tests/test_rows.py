@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from eval import EvalConfig, dry_run, with_names
-from evals.results import read_published
+from eval import EvalConfig, main, with_names
 from evals.rows import ROWS_FILE, pick
+from evals.tables import read_published
 from runtime import config
 from runtime.dataset import DataError
 from runtime.visual import VisualContract
@@ -52,7 +52,7 @@ def test_the_dry_run_of_every_row_names_what_is_missing_and_how_the_published_ru
         for way in ("table", "own") if row in TWO_WAYS else ("table",):
             cfg = load(f"row={row}", f"way={way}", "rollout.server_gpus=[]", "api={url: ''}")
             with pytest.raises(DataError) as missing:
-                dry_run(cfg)
+                main(cfg, dry=True)
             for split, root in cfg.splits.items():
                 assert f"{split}: {root}: no such folder" in str(missing.value)
             notes.setdefault(cfg.name.removesuffix(" (own)"), []).append(
@@ -139,5 +139,5 @@ def test_a_model_of_our_own_is_named_after_its_training_and_asked_in_our_way(che
 def test_only_a_name_of_the_table_has_a_published_run(toy_dir, capsys):
     usual = [f"checkpoint={toy_dir}/model", f"splits.toy={toy_dir}", "limit=1"]
     for name, count in (("mine", 0), ("ParaVT-8B (mine)", 19)):
-        dry_run(load(*usual, f"name={name}", path=ROWS_FILE.with_name("toy.yaml")))
+        main(load(*usual, f"name={name}", path=ROWS_FILE.with_name("toy.yaml")), dry=True)
         assert capsys.readouterr().out.count("the published run:") == count
