@@ -155,7 +155,7 @@ _LETTER = rf"{_START}{_CAPITAL}{_END}"
 _AND = r"\)?(?:,? (?:and|or|nor) |, ?|[、和或\s])"
 _LETTERS = rf"{_LETTER}(?:{_AND}{_LETTER}){{0,9}}"  # "A, B and C"
 # A label: "B", "b)"; not the letters of "A or B".
-_LABEL = rf"(?<!and )(?<!or ){_START}({_CAPITAL}|[a-j]{_MARK}){_END}(?!{_AND}{_LETTER})"
+_LABEL = rf"(?<!\band )(?<!\bor ){_START}({_CAPITAL}|[a-j]{_MARK}){_END}(?!{_AND}{_LETTER})"
 
 # Rule 1. What may stand before an option's text: "The answer is", "**Final answer:**".
 LEAD = r"(?i:\A[\W_]{0,5}(?:the )?(?:\w+ )?(?:answer|option|choice)(?: is\b|\W?:)[\s:*_]{0,5})"
