@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from episode import Task
-from runtime.answers import LETTERS, count_times, letters_of, normalise, parse_span
+from runtime.answers import LETTERS, letters_of, mark_times, normalise, parse_span
 from runtime.dataset import RowError, decode_json, read_messages, read_paths, refuse_columns
 
 log = logging.getLogger(__name__)
@@ -104,7 +104,8 @@ def _read_gold(answer: Any, kind: str) -> str:
         span = parse_span(gold)
         if not span or span[0] == span[1]:
             raise RowError(f"answer = {gold!r}: the answer of a tvg must be a span of seconds, as in [12.5, 20.1]")
-        if count_times(gold) >= 4:
+        _, times = mark_times(gold)
+        if len(times) >= 4:
             raise RowError(f"answer = {gold!r}: the answer of a tvg must be one span; write one row per span")
     if kind == "oe" and not normalise(gold):
         raise RowError(f"answer = {gold!r}: the answer of an open question must have a word or a number")

@@ -4,21 +4,19 @@
     said, score = score_answer(text, task)          # said: a letter (mcq), a span of seconds (tvg), or the text (oe)
 
 A wrong reading is worse than none. A letter is read by these rules, and the first one that names a letter decides:
-1. The text is one option's text.
-2. A letter that the text denies, as in "not A" or "A is wrong", counts in no rule below.
-3. The text is a label or begins with one: "(b)", "B. Vitamin C", "Option B". Another label may not follow at once ("A or B"),
-   nor begin another line (a list).
-4. The label after the last "answer is" or "answer:".
-5. The label after the last "option", "choose", "go with", "so" or "hence".
-6. The only letter that stands alone in the text.
+1. The text is one option's text. "The answer is" may stand before it.
+2. Letters that the text denies count in no rule below; nor do the lines of a list of options, if several are left.
+3. The last label after a word that chooses, on its line and with only marks between: "answer is B", "so option B".
+4. The last label before "is correct", "is right" or "is best".
+5. A label at the beginning, before a mark or the line's end. No wait, maybe, perhaps, could or might may follow anywhere.
+6. The only capital letter that stands alone.
+A label is a letter that stands alone; a small one and I, only before a mark or the line's end. No labels are the letters of
+"A or B", and A before a word in lower case (an article).
 
 A span is read by these:
 1. The only two times of a text are a span.
 2. Of more times, the last two that are written as a range are: "12.5 - 20.1", "from 3 to 5".
-3. A text that cannot tell, denies its range, or offers another one has none.
-
-Qwen's models sometimes answer an English question in Chinese, so the patterns also match the Chinese words for "answer",
-"choose" and "not".
+3. A text that cannot tell, denies this range, or has it after "and" or "or" has none.
 """
 
 import re
@@ -85,7 +83,7 @@ def untagged_answer(turn: str, after_thought: str, untagged: str) -> str | None:
 
 
 def statement(text: str) -> str | None:
-    """Return what follows the last "answer is" or "answer:", if it has a word: "The answer is:" at a line's end states nothing."""
+    """Return what follows the last "answer is" or "answer:" on its line, if it has a word."""
     stated = STATED.match(text)
     return stated[1] if stated and re.search(r"\w", stated[1]) else None
 
@@ -146,49 +144,44 @@ def token_f1(answer: str, gold: str) -> float:
 
 # ------------------------------------------------------------------------------------------------ letters
 
-# A letter that stands alone. "A" before a lower-case word is an article. "A/B", "B's" and "D.C." are no labels.
-_WORD = r"[^\W\u4e00-\u9fff]"  # "选B" needs no space
+# A letter that stands alone: "Bob", "B's", "A/B" and "D.C." have none. A Chinese character may touch it: "选B".
+_WORD = r"[^\W\u4e00-\u9fff]"
+_START = rf"(?<!{_WORD})(?<!\w[/.'-])"
 _END = rf"(?!{_WORD}|[/'-]\w|\.\w\.)"
-_LETTER = rf"(?<!{_WORD})(?<!\w[/.'-])(?:[B-HJ]|A(?! (?!or|and|nor|is|was)[a-z])|I(?=[).:])){_END}"
-# Several of them: "A, B and C".
-_AND = r"\)?(?:,? (?:and|or|nor|then) |, ?|[、和或 ])"
-_LETTERS = rf"{_LETTER}(?:{_AND}{_LETTER}){{0,9}}"
-# A label: "B", "b)"; not the A of "A or B".
-_LABEL = rf"([A-J]|[a-j](?=[).:,\n]|\Z)){_END}(?!{_AND}{_LETTER})"
+_MARK = r"(?=[).:]|\s*(?m:$))"  # a mark or the line's end follows
+_ARTICLE = r"A (?!(?:and|or|nor|is|are|because)\b)[a-z]"  # "A man", but not "A is wrong"
+_CAPITAL = rf"(?:(?!{_ARTICLE})[A-HJ]|I{_MARK})"
+_LETTER = rf"{_START}{_CAPITAL}{_END}"
+_AND = r"\)?(?:,? (?:and|or|nor) |, ?|[、和或\s])"
+_LETTERS = rf"{_LETTER}(?:{_AND}{_LETTER}){{0,9}}"  # "A, B and C"
+# A label: "B", "b)"; not the letters of "A or B".
+_LABEL = rf"(?<!\band )(?<!\bor ){_START}({_CAPITAL}|[a-j]{_MARK}){_END}(?!{_AND}{_LETTER})"
 
 # Rule 1. What may stand before an option's text: "The answer is", "**Final answer:**".
-LEAD = r"(?i:\A[\W_]{0,5}(?:the )?(?:(?:final|correct|best|right) )?(?:answer|option|choice)(?: is\b|\W?:)[\s:*_]{0,5})"
-# Rule 2. The letters that a text denies.
+LEAD = r"(?i:\A[\W_]{0,5}(?:the )?(?:\w+ )?(?:answer|option|choice)(?: is\b|\W?:)[\s:*_]{0,5})"
+# Rule 2. Letters that the text denies, and a line of a list of options.
 _DENIED = (
-    rf"(?i:(?:not|n't)(?: be)?|neither|rather than) (?i:option )?{_LETTERS}"  # "not A", "neither A nor B"
-    rf"|不[是选]?{_LETTERS}"  # "不选A"
-    rf"|{_LETTERS}[^A-J，。,.\n而]{{0,8}}不"  # "A不对"
-    rf"|{_LETTERS}[):]?(?: is| are| was)?"  # "A is wrong", "A: no", "B ✗"
-    r"(?:n't| (?:not|no|never|wrong|incorrect|false|out|ruled out)\b| [✗❌])"
+    rf"(?:(?i:\b(?:not|neither|rather than) |n't )|不[是选]){_LETTERS}"  # "not A", "neither A nor B", "isn't A", "不是A"
+    rf"|{_LETTERS}[):]?(?: is| are| can be)?"  # "A is wrong", "A and B are false", "A can be excluded", "A: no", "A ✗"
+    r"(?: (?:not|never|no|wrong|incorrect|false|(?:ruled )?out|excluded|[✗❌])(?!\w)|n't)"  # "A isn't shown"
+    rf"|{_LETTERS}(?:选?项)? ?[均都]?[不错]"  # "A错", "A和C都不对", "A项不正确"
 )
-# Rule 3. A label at the beginning: "(b)", "B. Vitamin C", "Option B".
-_LISTED = rf"\n\W{{0,6}}{_LETTER}(?:[).:]|\s*$)"
-_BEGINS = (
-    rf"(?im)\A(?!(?s:.*){_LISTED})\W{{0,5}}"  # no other line begins with a label, as in "A. red\nB. blue"
-    rf"(?:option |(?=\w(?:[).:,]|\s*$))){_LABEL}"  # without "option", a mark or the line's end follows
+_LISTED = rf"(?m)^[^\w\n]{{0,6}}({_LETTER})[).:].*$"  # "- A. red"
+# Rule 3. A label after a word that chooses. Qwen's models sometimes answer an English question in Chinese.
+_CHOSEN = (
+    r"(?:(?i:(?:answer|choice|option)(?: is| \w{1,6} be|\W?:)"  # "answer is B", "choice must be B", "Answer: B"
+    r"|\b(?:choose|go(?:ing)? with|so|thus|hence|therefore))"  # "choose B", "go with (B)", "So, B"
+    rf"|答案[是为]?|选择?)[^\w\n]{{0,6}}(?i:option )?{_LABEL}"  # "答案是B", "选B"; "so option B"
 )
-# Rule 4. A label after "answer is".
-_ANSWER_IS = (
-    r"(?:(?i:answer(?: is| \w{1,6} be|\W{0,3}:))"  # "the answer is B", "the answer must be B", "**Answer**: B"
-    r"|答案[是为]?)"  # "答案是B"
-    rf"\W{{0,6}}(?i:option )?{_LABEL}"
-)
-# Rule 5. A label after another word that chooses.
-_CHOOSE = (
-    r"(?:(?i:\b(?:option(?: is)?|choose|go(?:ing)? with|so|hence)\b)"  # "choose B", "go with (B)", "So B"
-    r"|选项?)"  # "选B"
-    rf"\W{{0,6}}{_LABEL}"
-)
+# Rule 4. A label that is called right: "B is the correct answer".
+_RIGHT = rf"{_LABEL}\)? is (?:the )?(?:correct|right|best)"
+# Rule 5. A label at the beginning: "(b)", "B. Vitamin C"; but not "B... wait, no".
+_BEGINS = rf"\A\W{{0,5}}(?=\w{_MARK}){_LABEL}(?!(?s:.*)(?i:\b(?:wait|maybe|perhaps|could|might)\b))"
 
 
 def parse_letter(text: str, options: tuple[str, ...] = ()) -> str | None:
     """Return the letter of the option that the text names, or None."""
-    text = re.sub(r"[*`#]|__", "", unboxed(text)).replace("’", "'").strip()
+    text = unboxed(text).replace("*", "").strip()  # "**B**" -> "B"
 
     # Rule 1: the text is one option's text. A single letter is a label, even if it is an option's text.
     said = re.sub(LEAD, "", text).strip(" .").lower()
@@ -196,77 +189,72 @@ def parse_letter(text: str, options: tuple[str, ...] = ()) -> str | None:
     if len(same) == 1 and not re.fullmatch("[a-j]", said):
         return same[0]
 
-    # Rule 2: drop the letters that the text denies. "(B)" is read as "B)".
-    text = re.sub(r"[(\[]([A-J])[)\]]", r"\1)", text)
+    # Rule 2: drop the letters that the text denies, and the lines of a list. "(B)" is read as "B)".
+    text = re.sub(r"\(([A-J])\)", r"\1)", text)
     text = re.sub(_DENIED, " ", text)
+    if len(set(re.findall(_LISTED, text))) > 1:
+        text = re.sub(_LISTED, "", text)
 
-    # Rules 3 to 5: the first that finds labels decides, by its last label.
-    named = re.findall(_BEGINS, text)
-    if not named:
-        named = re.findall(_ANSWER_IS, text)
-    if not named:
-        named = re.findall(_CHOOSE, text)
+    # Rules 3 to 5: the first that finds labels decides, by its last one.
+    labels = re.findall(_CHOSEN, text) or re.findall(_RIGHT, text) or re.findall(_BEGINS, text)
 
     # Rule 6: only one letter stands alone.
     alone = set(re.findall(_LETTER, text))
-    if not named and len(alone) == 1:
-        named = list(alone)
-    letter = named[-1].upper() if named else None
+    if not labels and len(alone) == 1:
+        labels = list(alone)
+    letter = labels[-1].upper() if labels else None
     return letter if letter in letters_of(options) else None
 
 
 # ------------------------------------------------------------------------------------------------ spans
 
 _NUMBER = r"\d{1,7}(?:\.\d{1,9})?"
-_MINUTES = r" ?(?:m(?:in(?:ute)?s?)?(?![a-z])|(?=(?:-|to) ?[\d.]{1,9} ?min))"  # "2 min", and the 2 of "2 to 3 min"
-_SECONDS = r"(?: ?s(?:ec(?:ond)?s?)?)?(?![a-z\d%]|\.\d)"  # "5 s", "5", but not "5th"
-_TIME = (
-    r"(?i)(?<![a-z\d_.])(?:"
-    rf"(?:(?P<hours>{_NUMBER}):)?(?P<clock_minutes>{_NUMBER}):(?P<clock_seconds>{_NUMBER}){_SECONDS}"  # "00:01:05.5", "1:05"
-    rf"|(?P<minutes>{_NUMBER}){_MINUTES}(?:(?:,? | and |)(?P<rest>{_NUMBER}){_SECONDS})?"  # "2 min 5 s"
-    rf"|(?P<seconds>{_NUMBER}){_SECONDS})"  # "65.5 s"
+_NOT_IN_WORD = r"(?i)(?<![a-z\d.])"  # no "B12"
+_TIME = rf"{_NOT_IN_WORD}({_NUMBER}(?::{_NUMBER}){{0,2}})(?: ?s(?:ec(?:ond)?s?)?)?(?![a-z\d%]|\.\d)"  # "5 s", "1:05"
+_MINUTES = (
+    rf"{_NOT_IN_WORD}(?<!\d:)({_NUMBER})(?:"
+    rf"(?: ?m(?:in(?:ute)?s?)?(?![a-z])|分钟?)(?:(?: and | )?({_NUMBER}))?"  # "2 min", "2分", "2 min 5 s"
+    rf"|(?= ?(?:-|to|and) ?{_NUMBER} ?min))"  # the 2 of "2 to 3 min"
 )
-_NO_TIMES = r"(?i)\b(?:frames?|lasts?|lasting|for)(?: about)?(?:(?:,| to| and|-)? ?\d[\d.]{0,9}){1,9}"  # "frames 2-5", "for 3 s"
-_MARK = "\ua4d4"  # stands for a time; a letter that no answer contains
-_TWO_TIMES = rf"{_MARK}[^{_MARK}]*{_MARK}"
+# No times: "lasts 3 s", "frames 2, 3"; but in "frames 2-5, 10 - 12 s" two are.
+_NO_TIMES = rf"(?i)\blasts {_NUMBER}|\bframes? \d+(?:(?:,|-| to) ?\d+(?! ?-| ?s(?:ec|\b)|[.:]?\d)){{0,9}}"
+_HERE = "\ua4d4"  # stands for a time; a letter that no answer contains
+_TWO_TIMES = rf"{_HERE}[^{_HERE}]*{_HERE}"
 _RANGE = (
-    rf"(?m){_MARK}\W{{0,4}}(?:[-–—~→]|\bto\b)\W{{0,4}}{_MARK}"  # "12.5 - 20.1", "from 3 to 5"
-    rf"|between {_MARK} and {_MARK}"
-    rf"|(?:^|[\[(:]) ?{_MARK}, ?{_MARK}(?:[\])]|$)"  # "[3, 5]"
+    rf"(?m){_HERE}\W{{0,4}}(?:[-–]|to)\W{{0,4}}{_HERE}|between {_HERE} and {_HERE}"  # "12.5 - 20.1", "from 3 to 5"
+    rf"|[\[(:] ?{_HERE}, ?{_HERE}(?:[\])]|$)"  # "[3, 5]", "(3, 5)", "Answer: 3, 5"
 )
 
 
 def parse_span(text: str) -> tuple[float, float] | None:
     """Return a span in seconds. None: the text names no range, says that it cannot tell, or offers several."""
-    # Replace each time by a mark: "from 1:05 to 69 s" has the times 65 and 69.
-    text = re.sub(_NO_TIMES, " ", unboxed(text).replace(_MARK, " "))
-    times = [seconds_of_time(time) for time in re.finditer(_TIME, text)]
-    masked = re.sub(_TIME, _MARK, text)
+    masked, times = mark_times(text)
 
     # Rules 1 and 2: find the ranges.
     ranges = list(re.finditer(_TWO_TIMES if len(times) == 2 else _RANGE, masked))
-    if not ranges or re.search(r"(?i)cannot|can['’]t|unable|unclear", masked):
+    if not ranges or re.search(r"(?i)cannot|can't|unable|unclear", masked):
         return None
 
-    # Rule 3: refuse "not 3 - 5" and "3 - 5 or 12 - 20".
+    # Rule 3: refuse "not 3 - 5", "3 - 5 or 12 - 20" and "3 s or 5 s".
     before = masked[: ranges[-1].start()]
-    if re.search(r"(?i)(?:\b(?:not|and|or)|[不或])\W*(?:from |between )?\Z", before) or " or " in ranges[-1][0]:
+    if re.search(r"(?i)(?:\b(?:not|nothing|and|or)|或)\W*(?:from |between )?\Z", before) or " or " in ranges[-1][0]:
         return None
-    first = before.count(_MARK)
+    first = before.count(_HERE)
     start, end = times[first], times[first + 1]
     return (start, end) if start <= end else None
 
 
-def count_times(text: str) -> int:
-    """Count the times that a text names, as parse_span reads them. A span has two."""
-    return len(re.findall(_TIME, re.sub(_NO_TIMES, " ", unboxed(text))))
-
-
-def seconds_of_time(time: re.Match) -> float:
-    """Return the seconds of a match of _TIME. Parts that the time does not have count as 0."""
-    part = {name: float(number or 0) for name, number in time.groupdict().items()}
-    minutes = 60 * part["hours"] + part["clock_minutes"] + part["minutes"]
-    return 60 * minutes + part["clock_seconds"] + part["rest"] + part["seconds"]
+def mark_times(text: str) -> tuple[str, list[float]]:
+    """Return the text with a mark in place of each time, and the times in seconds: "1:05 to 69 s" has 65 and 69."""
+    text = re.sub(_NO_TIMES, " ", unboxed(text).replace(_HERE, " "))
+    text = re.sub(_MINUTES, lambda time: f"{time[1]}:{time[2] or 0}", text)  # "2 min 5 s" -> "2:5 s"
+    times = []
+    for clock in re.findall(_TIME, text):
+        seconds = 0.0
+        for part in clock.split(":"):
+            seconds = 60 * seconds + float(part)
+        times.append(seconds)
+    return re.sub(_TIME, _HERE, text), times
 
 
 # ------------------------------------------------------------------------------------------------ words
@@ -275,7 +263,7 @@ def seconds_of_time(time: re.Match) -> float:
 _UNSPACED = "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff"
 _SPELLED = str.maketrans({"→": "->", "←": "<-", "⇒": "=>", "≤": "<=", "≥": ">=", "≠": "!=", "−": "-", "^": ""})
 _OPERATOR = r"(?:<->|->|=>|<-|<=|>=|!=|[<>])"  # stands between two words that it compares or joins
-# Signs that carry meaning, as in "12.5", "-5", "AB+" and "x>y". All others are dropped, except marks that belong to a letter.
+# Signs that carry meaning, as in "12.5", "-5", "AB+" and "x>y". All others are dropped, except marks of a letter.
 _SIGNS = (
     rf"((?<=\d)\.(?=\d)|(?<![\w.)])-(?=\.?\d)|(?<=\w)\+{{1,2}}(?!\w)|(?<=\w){_OPERATOR}(?=[\w-]))"
     r"|[^\w\s\u0300-\u036f\u064b-\u065f\u0900-\u109f\u1780-\u17ff]"

@@ -24,36 +24,98 @@ from runtime.answers import (
 READINGS = config.read_tree(Path(__file__).parent / "readings.yaml")
 
 # fmt: off
-# Each table: expected value -> texts that state it.
+# What only this part of a pattern reads right: text -> reading, of OPTIONS. Drop the part, and a test fails.
 OPTIONS = ("red", "blue", "a green car", "Vitamin C", "A")
+PARTS = {
+    "a letter stands alone": {"B's and D's": None, "A/B": None, "N/A": None, "D.C. United": None, "Début": None, "选B": "B"},
+    "an article is no letter": {
+        "A man holds B": "B", "Option A shows the man": None, "Both A and B fit": None, "A or B": None, "neither A nor B": None,
+        "A is more likely than B": None, "Both B and A are possible": None, "The answer is A because of the light.": "A",
+    },
+    "I needs a mark": {"I think it is B": "B"},
+    "a label is no letter of several": {
+        "The answer is B or C": None, "The answer is B, C": None, "B and C are shown; either B or C is right": None, "B, then D": None,
+        "B nor C": None, "A and B is right, as is D": None, "选A和B": None, "选A或B": None, "选A、B": None, "(A) (B)": None, "A)\nB)": None,
+    },
+    "a label may be small": {"b": "B", "b) a red car": "B", "The answer is a.": "A", "b: D": "B", "a man": None},
+    # 1
+    "one option's text": {"blue": "B", "Blue.": "B", "A": "A", "The answer is vitamin C.": "D", "Option: Vitamin C": "D", "Choice: Vitamin C": "D",
+                          "**Answer:** vitamin C": "D", "The correct answer is: Vitamin C": "D", "- The answer is Vitamin C": "D"},
+    # 2
+    "denied before": {"not A but B": "B", "Not A, B, or C. D.": "D", "It isn't A or C, it is B": "B", "neither A nor C. B": "B", "B rather than C": "B", "不是A，是B": "B",
+                      "选B，不选A": "B", "not (A) but (B)": "B", "not **A** but **B**": "B"},
+    "denied after": {
+        "B is not shown; D is": "D", "B is wrong; D fits": "D", "D), as (B) is wrong": "D", "B is incorrect; D fits": "D", "B is false; D fits": "D",
+        "B is ruled out; D fits": "D", "B is out; D fits": "D", "B is excluded; D fits": "D", "B never happens; D does": "D", "B and C are wrong; D fits": "D",
+        "B can be excluded; D fits": "D", "B isn't shown; D is": "D", "A: no; B: yes": "B", "A ✗ B ✓ C ✗": "B", "A) ❌ B) ✅": "B",
+        "A错，B对": "B", "A不对，B对": "B", "A项不对，B项对": "B", "A选项不对，B对": "B", "A 不对，选项B": "B", "A和C都不对，正确的是B": "B", "A、C均不符合，故B": "B",
+    },
+    "lines of a list": {"A. red\nB. blue": None, "- A. red\n- B. blue": None, "A) red\nB) blue": None, "A: red\nB: blue": None,
+                        "A. red: incorrect\nB. blue: correct\nC. a green car: incorrect\n\nTherefore, B is correct.": "B",
+                        "D. Vitamin C\n\nA: no\nB: no": "D"},
+    # 3
+    "a word that chooses": {
+        "The answer is B; D is near": "B", "The choice is B; D is near": "B", "The option is B; D is near": "B", "It must be D? The answer must be B": "B",
+        "Answer: B, as D is near": "B", "I choose B; D is near": "B", "I go with B; D is near": "B", "I am going with B; D is near": "B", "So, B; D is near": "B",
+        "Thus B; D is near": "B", "Hence B; D is near": "B", "Therefore B; D is near": "B", "I choose option B; D is near": "B",
+        "答案B。D也有": "B", "答案是B。D也有": "B", "答案为B。D也有": "B", "选B。D也有": "B", "选择B。D也有": "B",
+        "The answer is D. No, the answer is B.": "B", "D. I mean, the answer is B.": "B", "There is also B; D is near": None, "{\"answer\": \"B\", \"second\": \"D\"}": "B",
+    },
+    "on its line": {"Let's see each option:\n\nA. red\nB. blue\nTherefore, C is correct": "C", "C fits, or so:\n(D) is near": None},
+    # 4
+    "called right": {"C is near, B is correct": "B", "C is near, B is right": "B", "C is near, B is the best": "B", "(C) is near, (B) is correct": "B"},
+    # 5
+    "at the beginning": {"B. D is near": "B", "B) as D is near": "B", "B: D is near": "B", "B\n\nD is near": "B", "(b): D is near": "B", "B fits, D is near": None},
+    "doubt": {"B. No wait, C.": None, "B.\n\nWait, C.": None, "B. Maybe C.": None, "B. Perhaps C.": None, "B. It could be C.": None, "B. It might be C.": None},
+    # 6
+    "alone": {"I am sure of B": "B", "It is B because A moves": "B"},
+}
+# Each table: expected value -> texts that state it.
 RULES = {  # by the rules at the top of answers.py
-    "A": ("A", "A. blue", "Option A shows the man", "The answer is a.", "The answer is A because of the light."),
+    "A": ("A. blue",),
     "B": (
-        # 1. one option's text
-        "blue", "Blue.", "The answer is blue.", "\\boxed{blue}",
-        # 2. a label, or a label at the start
-        "(B)", "b", "**B**", "[B]", "'B'", " B \n", "\\boxed{B}", "Ｂ", "（Ｂ）", "B: yes", "B) blue", "B.Blue.", "b) a red car", "B, not A",
-        "B\nVitamin C", "B. Option A is better", "The answer is: **B**", "**Final answer:** B) Plan A", "Option B fits, and so does C",
-        # 3. the last "answer is", then the last "option"
-        "A or C? The answer is (B).", "The answer is B. Option C fits, too", "The answer is A. No, the answer is B.", "A, C和D错；答案是B",
-        "A? No. I'd choose B", "A 不对，选项B", "C seems so, but I go with B", "C? No, so B.",
-        # 4. one letter alone
-        "I think it is B", "A man holds B", "B、blue", "It is B because A moves", "I am sure of B", "B rather than C", "答案为B。",
-        # denied letters
-        "not A but B", "It isn't A or C, it is B", "A is wrong. It is B", "D) is incorrect. B) is correct.", "neither A nor C. B",
-        "A、C均不符合，故选B", "不是A，是B", "A和C都不对，正确的是B", "A: no; B: yes",
+        "The answer is blue.", "\\boxed{blue}",
+        "(B)", "**B**", "[B]", "'B'", " B \n", "\\boxed{B}", "Ｂ", "（Ｂ）", "B: yes", "B) blue", "B.Blue.", "B, not A",
+        "B\nVitamin C", "B. Option A is better", "The answer is: **B**", "**Final answer:** B) Plan A", "选B（不是D）",
+        "A or C? The answer is (B).", "The answer is B. Option C fits, too", "A, C和D错；答案是B",
+        "A? No. I'd choose B", "C seems so, but I go with B", "C? No, so B.",
+        "I think it is B", "B、blue", "答案为B。", "Option A can be excluded, as it is not red. Option B fits.",
+        "A is wrong. It is B", "D) is incorrect. B) is correct.", "A、C均不符合，故选B",
     ),
-    "D": ("$\\boxed{\\text{D}}$", "D\nVitamin C", "The answer is vitamin C.", "D.31:15-31:45", "(D) Vitamin C."),
+    "C": ("C fits best, so I pick it",),
+    "D": ("$\\boxed{\\text{D}}$", "D\nVitamin C", "D.31:15-31:45", "(D) Vitamin C."),
     None: (
-        "J", "J. nothing", "AB", "", "...", "red blue", "a red car", "The answer is a man", "It's B's turn", "I am sure", "Début",
-        "not A", "It is not B", "A or B", "B or A", "B, C", "A、B", "选A和B", "A) or B)", "A. red\nB. blue", "(A) (B)", "A B",
-        "N/A", "A/N", "A/B", "B, then D", "A is more likely than B", "A, B or C, I cannot tell", "B、C都有可能", "D.C. United", "e.g. a man",
+        "J", "J. nothing", "AB", "", "...", "red blue", "a red car", "The answer is a man", "Answer: A man walks in", "It's B's turn", "I am sure",
+        "not A", "It is not B", "B or A", "B, C", "A、B", "A) or B)", "(A) (B)", "A B", "Option B fits, and so does C",
+        "A/N", "A, B or C, I cannot tell", "None of A, B, C or D is correct", "B、C都有可能", "e.g. a man",
     ),
 }
 LETTERS = {
     OPTIONS: RULES,
-    (): {"B": ("B. Vitamin C", "B because A moves"), "C": ("Vitamin C",), "D": ("D. Both A and B",), "J": ("J",), None: ("K", "A\nB")},
+    (): {"B": ("B. Vitamin C", "B because A moves"), "C": ("Vitamin C",), "D": ("D. Both A and B",), "I": ("I", "The answer is I."), "J": ("J",), None: ("K", "A\nB")},
+    ("red", "Red"): {None: ("red",)},
     ("yeast", "E. coli", "B or A"): {"B": ("E. coli",), "C": ("B or A", "C. B or A")},
+}
+# As PARTS, of spans.
+SPAN_PARTS = {
+    "a time": {"B12 - C13": None, "12.05.2024 - 13.05.2024": None, "7, 8, 9 - \ua4d4": None, "12.5% - 20.5%": None, "2.5th - 3.5th": None, "123456789 - 987654321": None, "3 s - 5 sec": (3, 5),
+               "3 seconds - 5 second": (3, 5), "1:05 - 1:10": (65, 70), "1:00:05 - 1:00:10": (3605, 3610), "9 men: 3s - 5 s": (3, 5)},
+    "minutes": {"2 min - 3 mins": (120, 180), "1 minute - 2 minutes": (60, 120), "2m - 3m": (120, 180), "2min - 3min": (120, 180),
+                "2分 - 3分钟": (120, 180), "2分钟5秒 - 3分": (125, 180), "2-3 minutes": (120, 180), "2 to 3 min": (120, 180),
+                "between 2 and 3 min": (120, 180), "2 min and 5 s - 3 min": (125, 180), "2 min 5 s - 3 min": (125, 180),
+                "2m5s - 3m": (125, 180), "1:05 min - 1:10 min": (65, 70), "3 men - 5 men": (3, 5),
+                "2 s 500 ms - 900 ms": None},
+    "frames and lengths": {"3 - 5, lasts 2 s": (3, 5), "Frames 2 - 5": None, "In frame 2 at 12.5, then 20.1": (12.5, 20.1),
+                           "frames 2-5: at 3 s until 5 s": (3, 5), "frames 2, 3 and 4": None, "frames 2 to 4 at 9 s": None, "frames 2 and 3 at 9 s": None,
+                           "frames 2-5, 10 - 12 s": (10, 12), "frames 2-5, 10-12 s": (10, 12), "frames 2, 12.5 and 20.1": (12.5, 20.1),
+                           "frames 2, 1:05 and 1:10": (65, 70), "frames 2, 10 s and 12 s": (10, 12), "frames 2, 10 sec and 12 sec": (10, 12),
+                           "In frames 2-5 she sits at 12 s": None},
+    "the only two": {"It opens at 3 s and closes at 5 s.": (3, 5)},
+    "a range": {"9 men: 3 - 5": (3, 5), "9 men: 3–5": (3, 5), "9 men, 3 s (still) to 5 s": None, "9 men from 3 to 5": (3, 5), "9 men between 3 and 5": (3, 5),
+                "9 men [3, 5]": (3, 5), "9 men [3,5]": (3, 5), "9 men (3, 5)": (3, 5), "9 men: 3, 5\nYes": (3, 5), "9 men: 3, 5 and more": None, "Not 3 - 5 but 7 - 9": (7, 9)},
+    "cannot tell": {"I cannot tell; 3 - 5?": None, "I can't tell; 3 - 5?": None, "I am unable to tell; 3 - 5?": None, "It is unclear; 3 - 5?": None},
+    "denied": {"not 3 - 5": None, "not from 3 to 5": None, "nothing between 3 s and 5 s matches": None},
+    "another one": {"3 - 5 or 7 - 9": None, "3 - 5 and 7 - 9": None, "3 - 5或7 - 9": None, "3 s or 5 s": None, "5 - 3": None},
 }
 SPANS = {
     (12.5, 20.1): (
@@ -99,10 +161,22 @@ def pairs(table):
     return [(reading, text) for reading, texts in table.items() for text in texts]
 
 
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_of_the_patterns_of_letters_reads_its_example(part):
+    for text, letter in PARTS[part].items():
+        assert parse_letter(text, OPTIONS) == letter, text
+
+
 @pytest.mark.parametrize("options", LETTERS)
 def test_a_letter_is_read_only_where_one_option_is_named(options):
     for letter, text in pairs(LETTERS[options]):
         assert parse_letter(text, options) == letter, text
+
+
+@pytest.mark.parametrize("part", SPAN_PARTS)
+def test_each_part_of_the_patterns_of_spans_reads_its_example(part):
+    for text, span in SPAN_PARTS[part].items():
+        assert parse_span(text) == span, text
 
 
 @pytest.mark.parametrize("span, text", pairs(SPANS))
@@ -132,13 +206,13 @@ def test_what_models_write_nearly_always_is_read_as_a_person_reads_it(model):
 
 
 def test_a_hard_text_is_read_as_a_person_reads_it_or_not_at_all():
-    """A wrong reading is worse than none. Of all 270 texts that the hard ones come from, the rules read 75 % of the letters."""
+    """A wrong reading is worse than none. Of the first 270 texts that the hard ones come from, the rules read 78 % of the letters."""
     agreed = 0
     for question, turn, reading in READINGS["hard"]:
         found = read(question, turn)
         assert found in (person(reading), None), turn
         agreed += found == person(reading)
-    assert agreed >= 36
+    assert agreed >= 56
 
 
 def test_an_answer_in_prose_is_the_text_after_the_thought_without_calls_and_tags():
