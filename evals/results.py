@@ -6,7 +6,7 @@
     write_records(path, kept)                           # then `append_record` adds one at a time
 
 RUN/SPLIT-K64-ARM.jsonl has one line per item. RUN/config.yaml has the name of the model's row, and RUN/run.json has the sizes of
-the splits. `checks.refuse_other_run` refuses to add answers that were given under other settings.
+the splits. `folder.refuse_other_run` refuses to add answers that were given under other settings.
 """
 
 import json
