@@ -2,7 +2,7 @@
 
     python eval.py configs/eval/toy.yaml                            # the toy, with tools and without, at every K
     python eval.py configs/eval/rows.yaml row=paravt_8b             # a row of the paper; called again, it resumes
-    python eval.py configs/eval/rows.yaml row=paravt_8b --dry-run   # lists what is missing and what differs from the paper
+    python eval.py configs/eval/rows.yaml row=paravt_8b --dry-run   # lists what is missing, and what the paper did otherwise
     python eval.py table runs/eval/* --baseline NAME        # evals/tables.py: our numbers beside the published ones
     python eval.py ablation runs/NAME_8b runs/eval/own/NAME_8b    # the paper's ablation tables
 
@@ -69,8 +69,7 @@ class EvalConfig:
     """How the protocol `agent` calls tools (`rollout.dispatch`). Every split is asked once per arm."""
     prompting: Prompting = Prompting()
     rollout: RolloutConfig = RolloutConfig(temperature=0.0, think_prefix=None, server_gpus=None, concurrency=None)
-    """`think_prefix: null` means as in the checkpoint's training. A checkpoint of other authors has none. By default, each GPU of
-    this machine gets an SGLang server. Without SGLang, the model runs in this process."""
+    """`think_prefix: null` means as in the checkpoint's training. A checkpoint of other authors has none."""
     api: Api = Api()
     """A model behind an API, to ask instead of the checkpoint. Prompts still use the checkpoint's tokenizer and chat
     template. `rollout.concurrency` limits the concurrent requests."""
@@ -232,7 +231,7 @@ class Job:
     arm: str  # of our agent, its dispatch; of other models, the protocol
     dispatch: str
     items: list[Item]  # the first `limit` of the split, or all
-    whole: bool  # all
+    whole: bool  # these are all items of the split
     path: Path
 
 
@@ -364,5 +363,5 @@ if __name__ == "__main__":
     if len(sys.argv) > 1 and sys.argv[1] in tables.COMMANDS:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process quietly
         sys.exit(tables.main(sys.argv[1:]))
-    cfg, args = command_line(EvalConfig, __doc__, rows.pick)
+    cfg, args = command_line(EvalConfig, __doc__, rows.load)
     run_script(partial(main, dry=args.dry_run), cfg)

@@ -28,11 +28,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import yaml
 
 from evals.benchmarks import headline
 from evals.results import Results, read_run, read_runs, whole_lines
-from runtime.config import ConfigError, suggest
+from runtime.config import ConfigError, read_tree, suggest
 from runtime.dataset import DataError
 
 COMMANDS = ("table", "ablation")
@@ -148,7 +147,7 @@ def figures_table(all_results: Sequence[Results]) -> str:
     rows = []
     for results in all_results:
         figures = ", ".join(f"{name} {value:.1f}" for name, value in results.figures().items())
-        cells = {name: f"{value:.1f}" for name, value in rates(results).items()}
+        cells = {name: f"{value:.1f}" for name, value in rates(results.records).items()}
         rows.append(first_cells(results) | {"items": len(results.records), "figures": figures} | cells)
     return markdown("### Figures", list(rows[0]), rows)
 
@@ -288,16 +287,16 @@ def gain_text(ours: Results, base: Results) -> str:
 # ------------------------------------------------------------------------------------------------ figures
 
 
-def rates(results: Results) -> dict[str, float]:
+def rates(records: Sequence[dict]) -> dict[str, float]:
     """Return the shares of items without a good answer, in percent."""
     totals = Counter()
-    for record in results.records:
+    for record in records:
         refused = record["error"].startswith("Refusal: ")  # begins with Episode.error_kind
         totals["error_rate"] += bool(record["error"]) and not refused
         totals["refused_rate"] += refused
         totals["unparsed_rate"] += record["prediction"] is None and not record["error"]
         totals["truncated_rate"] += record["truncated"]
-    return {name: 100 * total / len(results.records) for name, total in totals.items()}
+    return {name: 100 * total / len(records) for name, total in totals.items()}
 
 
 def per_item(records: Sequence[dict]) -> dict[str, float]:
@@ -339,7 +338,7 @@ def average_cell(scores: dict[str, float], columns: Sequence[str]) -> str:
 
 @functools.cache
 def read_published() -> dict[str, Any]:
-    return yaml.safe_load(PUBLISHED_FILE.read_text(encoding="utf-8"))
+    return read_tree(PUBLISHED_FILE)
 
 
 def published_scores(name: str, published: dict) -> dict[str, float]:

@@ -150,11 +150,11 @@ class EngineConfig:
     """For the model in this process: the most rows * length of a batch. It bounds the memory of the KV cache."""
 
     def __post_init__(self):
-        if self.concurrency == 0:
-            raise ValueError("concurrency = 0: must be positive")
+        if self.concurrency is not None and self.concurrency < 1:
+            raise ValueError(f"concurrency = {self.concurrency}: must be at least 1")
         gpus, size = list(self.server_gpus or ()), self.tensor_parallel
         if size < 1 or len(gpus) % size:
-            raise ConfigError(  # no ValueError: the GPUs that replace null come after the YAML is read
+            raise ConfigError(  # also raised after the YAML is read, for the GPUs that replace null
                 f"server_gpus = {gpus} cannot be divided into servers of tensor_parallel = {size}: give a multiple of it"
             )
         for flag in self.server_args:

@@ -41,7 +41,7 @@ MAY_CHANGE = {
     "rollout.server_gpus", "rollout.urls", "rollout.tensor_parallel", "rollout.server_args", "rollout.concurrency",
     "rollout.call_timeout", "rollout.max_batch_tokens",
     # what it reports
-    "name", "eval_every", "val", "val_tasks", "val_frames", "dump_groups", "report_to", "save_episodes",
+    "eval_every", "val", "val_tasks", "val_frames", "dump_groups", "report_to", "save_episodes",
     # the remedies for bad steps and rows
     "optim", "data.max_bad_fraction",
     # access to an API
