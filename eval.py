@@ -26,11 +26,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from episode import Episode, dump
+from episode import Episode, episode_record
 from evals import rows, tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, load_split
 from evals.protocols import Prompting, run_protocol
-from evals.results import append_record, read_results, resume, write_records
+from evals.results import read_results, resume
 from rewards import RewardConfig, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive_seed
 from runtime.answers import Judge, JudgeError, final_answer
@@ -40,6 +40,7 @@ from runtime.config import ConfigError, refuse_below_1, suggest
 from runtime.dataset import DataError
 from runtime.engine import Api, run_all
 from runtime.folder import hold_folder, refuse_other_weights, require_folder, save_run
+from runtime.lines import append_line, write_lines
 from runtime.open_engine import for_this_machine, open_engine, require_servers
 from runtime.policy import MODELS
 from runtime.prompts import Prompts
@@ -269,7 +270,7 @@ def run_job(job: Job, context: AgentContext, cfg: EvalConfig) -> None:
     """Write the records to keep, then ask the other items concurrently. Each item appends its record when it ends."""
     # The file is read under the run's lock: until then, another process may have answered items.
     kept, _, items = resume(job.path, job.items, job.whole)
-    write_records(job.path, kept)
+    write_lines(job.path, kept)
     if not items:
         return
     judge = ApiJudge(cfg.grading.judge)
@@ -284,9 +285,8 @@ def run_job(job: Job, context: AgentContext, cfg: EvalConfig) -> None:
             with writing:
                 if cfg.save_episodes:
                     episodes.parent.mkdir(exist_ok=True)
-                    with episodes.open("a", encoding="utf-8") as dumped:
-                        dump(episode, dumped, context.renderer.readable)
-                append_record(job.path, record)
+                    append_line(episodes, episode_record(episode, context.renderer.readable))
+                append_line(job.path, record)
                 bar.update()
 
         try:

@@ -24,6 +24,7 @@ import yaml
 from runtime.checkpoints import weights_digest
 from runtime.config import ConfigError, differences, load
 from runtime.distributed import barrier, gather, print0, rank
+from runtime.lines import write_whole
 from runtime.visual import read_json
 
 # ------------------------------------------------------------------------------------------------ what may change
@@ -186,16 +187,6 @@ def save_run(cfg: Any, run_dir: str | Path, **more: Any) -> None:
     packages = {package.name: package.version for package in importlib.metadata.distributions()}
     run = {"command": sys.argv, "commits": commits, "python": sys.version, **more, "packages": packages}
     write_whole(path, json.dumps(run, indent=1))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file completely or, if the process or the machine dies, not at all."""
-    unborn = path.with_name(path.name + ".new")
-    with unborn.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())  # without it, a power cut may leave the renamed file empty
-    unborn.rename(path)
 
 
 def git_commit() -> str:
