@@ -22,7 +22,7 @@ from rollout import AgentContext, RolloutConfig, SubagentConfig, render_prompt, 
 from runtime import config
 from runtime.config import UserError
 from runtime.engine import Engine, Sample
-from runtime.lines import write_lines
+from runtime.lines import append_line
 from runtime.open_engine import open_engine, require_servers
 from runtime.prompts import Prompts
 from runtime.render import Renderer, refuse_template
@@ -99,7 +99,8 @@ def run_ask(args: argparse.Namespace, context: AgentContext) -> int:
     episode = run_episode(context, task, k, render_prompt(task, k, context), 0)
     print(f"\n{len(episode.main.turns)} turns, {len(episode.calls)} calls, {episode.seconds:.1f} s {episode.error}")
     if args.trace:
-        write_lines(args.trace, [episode_record(episode, context.renderer.readable)])
+        args.trace.write_text("")  # empties the file of an earlier question
+        append_line(args.trace, episode_record(episode, context.renderer.readable))
     return int(bool(episode.error_kind))
 
 
