@@ -41,7 +41,7 @@ from rollout import AgentContext, RolloutConfig, overview, render_prompt, rollou
 from runtime.answers import Judge
 from runtime.api import ApiJudge
 from runtime.checkpoints import load_policy, on_the_hub, write_weights
-from runtime.config import ConfigError, refuse_below_1
+from runtime.config import ConfigError
 from runtime.dataset import Dataset, Draw, require_rows
 from runtime.distributed import (
     barrier,
@@ -93,8 +93,6 @@ class RLConfig(RunConfig):
     """Seed of K and of the in-process engine's samples. `data.seed` orders the rows."""
 
     def __post_init__(self):
-        super().__post_init__()
-        refuse_below_1(self, "batch_tasks", "val_tasks")
         if self.reward.untagged_answer == "prose":
             raise ValueError("reward.untagged_answer = 'prose' is for evaluation: use off, stated or fallback")
         temperature = self.rollout.temperature
@@ -106,10 +104,8 @@ class RLConfig(RunConfig):
         subagents = self.rollout.subagents
         if subagents.train and subagents.temperature != temperature:
             raise ValueError(f"rollout.subagents.train needs rollout.subagents.temperature = {temperature}")
-        if self.rollout.server_gpus and self.rollout.urls:
-            raise ValueError("rollout.server_gpus and rollout.urls: give one of the two")
-        if 0 in (*self.gating, *self.val_frames):
-            raise ValueError("gating or val_frames: 0: an overview has at least 1 frame; gating = [] is off")
+        if 0 in (*self.choices_of_k, *self.val_frames):
+            raise ValueError("K = 0: an overview has at least 1 frame; gating = [] is off")
 
     @property
     def think_prefix(self) -> bool:

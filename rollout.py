@@ -29,13 +29,12 @@ from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 from episode import NO_PROMPT, Call, Episode, Group, Prompt, Task, Trajectory
-from runtime.config import refuse_below_1
 from runtime.dataset import RowError, row_errors
 from runtime.engine import Engine, EngineConfig, EngineError, Sample, run_all, thread_pool
 from runtime.render import NO_REPORT, Rendered, Renderer
 from runtime.video import Clip, VideoError, Videos
 from runtime.visual import ContractError, VisualContract
-from tools import ClipForSubagent, ToolError, parse_calls, refuse_unknown_tools, run_tool, schemas_of
+from tools import TOOLS, ClipForSubagent, ToolError, parse_calls, run_tool, schemas_of
 
 # Texts that the main agent reads when a call did not run to its end, or when no more calls are allowed.
 GIVEN_UP = "This call took too long and was given up."
@@ -57,15 +56,12 @@ class SubagentConfig:
     train: bool = False
     """Train on their reports with the episode's advantage. The paper does not."""
 
-    def __post_init__(self):
-        refuse_below_1(self, "max_new_tokens")
-
 
 @dataclass(frozen=True)
 class RolloutConfig(EngineConfig):
     """How an agent runs, and which engine samples its tokens."""
 
-    tools: tuple[str, ...] = ("crop_video",)
+    tools: tuple[Literal[*TOOLS], ...] = ("crop_video",)
     """Tools that the main agent is offered, by their names in tools.py."""
     dispatch: Literal["parallel", "sequential", "none"] = "parallel"
     """parallel: all calls of a turn run at once. sequential: one call per turn, with the same total. none: no tools."""
@@ -88,12 +84,10 @@ class RolloutConfig(EngineConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        refuse_unknown_tools(self.tools)
         if self.dispatch != "none" and not self.tools:
             raise ValueError("tools = []: use `dispatch: none` for an agent without tools")
-        for name in ("max_rounds", "max_calls", "max_new_tokens", "max_context", "call_timeout"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
+        if self.call_timeout == 0:
+            raise ValueError("call_timeout = 0: every call would be given up at once; set a larger number")
 
 
 @dataclass(frozen=True)

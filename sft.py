@@ -21,7 +21,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +29,6 @@ import torch
 from dialogues import Dialogue, Media, parse_dialogue
 from episode import NO_PROMPT, Call, Trajectory
 from runtime.checkpoints import load_policy, on_the_hub
-from runtime.config import refuse_below_1, suggest
 from runtime.dataset import DataConfig, DataError, Dataset, RowError, require_rows, row_errors
 from runtime.distributed import gather, init_distributed, local_size, print0, rank, sum_over_ranks, world_size
 from runtime.engine import map_in_threads, thread_pool
@@ -50,32 +49,25 @@ from runtime.run import (
 )
 from runtime.script import command_line, note_not_looked_up, open_checkpoint, read_all_rows, run_script
 from runtime.video import Videos
-from tools import parse_calls, refuse_unknown_tools, schemas_of
+from tools import TOOLS, parse_calls, schemas_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(RunConfig):
     """One SFT run."""
 
-    tools: tuple[str, ...] = ("crop_video",)
+    tools: tuple[Literal[*TOOLS], ...] = ("crop_video",)
     """Tools that the prompt offers, by their names in tools.TOOLS."""
     optim: OptimConfig = OptimConfig(lr=2e-5, schedule="cosine", warmup=0.05)
-    kind_weights: dict[str, float] = field(default_factory=dict)
-    """w_t by kind of target token (prose, arguments, untagged_answer, answer, structure); 1 for all other kinds. The source's
-    loss_weight multiplies it."""
+    kind_weights: dict[Literal["prose", "arguments", "untagged_answer", "answer", "structure"], float] = field(
+        default_factory=dict
+    )
+    """w_t by kind of target token; 1 for all other kinds. The source's loss_weight multiplies it."""
     steps: int = 500
     batch_rows: int = 64
     """Rows per step, over all ranks. Also the number of `val` rows whose loss is measured."""
     pack_tokens: int = 8192
     """Most tokens of a micro-batch. A longer row is skipped and counted."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        refuse_below_1(self, "batch_rows", "pack_tokens")
-        refuse_unknown_tools(self.tools)
-        if unknown := set(self.kind_weights) - set(TOKEN_KINDS):
-            advice = suggest(min(unknown), TOKEN_KINDS)
-            raise ValueError(f"kind_weights = {sorted(unknown)}: not kinds of token; {advice}")
 
 
 SHOWN = ("loss", "loss_answer", "loss_arguments", "val_loss", "grad_norm", "lr", "tokens_per_second", "seconds")

@@ -87,11 +87,9 @@ def require_weight_files(folder: Path) -> None:
     whole = folder / "model.safetensors"
     if whole.exists() and whole not in files:
         raise ConfigError(f"{folder} has {whole.name} and an index of other files: delete one of the two")
-    if files == [whole] and not whole.exists():
-        raise ConfigError(f"{folder} lacks all weights: it has no {whole.name} and no index; copy or download them")
     missing = [file.name for file in files if not file.exists()]
     if missing:
-        raise ConfigError(f"{folder} lacks {', '.join(missing)}, which its index names: copy or download it again")
+        raise ConfigError(f"{folder} lacks {', '.join(missing)}: copy or download it again")
 
 
 def on_the_hub(name: str | Path) -> bool:

@@ -198,10 +198,3 @@ def differences(was: Any, now: Any, name: str = "") -> dict[str, str]:
     for key in was | now:
         changed |= differences(was.get(key), now.get(key), f"{name}.{key}" if name else key)
     return changed
-
-
-def refuse_below_1(cfg: Any, *names: str) -> None:
-    """Refuse counts below 1. For a dataclass's __post_init__."""
-    for name in names:
-        if getattr(cfg, name) < 1:
-            raise ValueError(f"{name} = {getattr(cfg, name)}: must be at least 1")

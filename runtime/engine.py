@@ -150,16 +150,11 @@ class EngineConfig:
     """For the model in this process: the most rows * length of a batch. It bounds the memory of the KV cache."""
 
     def __post_init__(self):
-        if self.concurrency is not None and self.concurrency < 1:
-            raise ValueError(f"concurrency = {self.concurrency}: must be at least 1")
         gpus, size = list(self.server_gpus or ()), self.tensor_parallel
-        if size < 1 or len(gpus) % size:
+        if len(gpus) % size:
             raise ConfigError(  # also raised after the YAML is read, for the GPUs that replace null
                 f"server_gpus = {gpus} cannot be divided into servers of tensor_parallel = {size}: give a multiple of it"
             )
-        for flag in self.server_args:
-            if flag.startswith(("--tp", "--tensor-parallel")):
-                raise ValueError(f"server_args: {flag}: a server sees only its own GPUs; set `tensor_parallel` instead")
 
     @property
     def uses_servers(self) -> bool:
@@ -182,7 +177,5 @@ class Api:
     {max_completion_tokens: N, max_tokens: null, temperature: null}, where N includes thinking tokens."""
 
     def __post_init__(self):
-        if self.url and not self.model:
-            raise ValueError(f"url = {self.url!r}: set `model` to the name of a model there")
         if not re.fullmatch("([A-Z_][A-Z0-9_]*)?", self.key):  # it may be the key itself, so it is not printed
             raise ValueError("key: give the name of an environment variable with the key, such as OPENAI_API_KEY")

@@ -154,17 +154,15 @@ def only_run_in(run: Path) -> Iterator[None]:
 def refuse_unlike_nodes(cfg: Any, start: Path) -> None:
     """Refuse ranks that see another run folder than rank 0, or have other settings, code or another cold start."""
     lock = Path(cfg.run) / ".lock"
-    mine = {"lock": lock.exists() and lock.read_text(), "config": asdict(cfg), "commit": git_commit()}
+    mine = {str(lock): lock.exists() and lock.read_text(), "config": asdict(cfg), "commit": git_commit()}
     mine["checkpoint"] = weights_digest(start)
     first, *others = gather(mine)
     for number, theirs in enumerate(others, 1):
         changed = differences(first, theirs)
-        if "lock" in changed:
-            rule = "run must be a folder that all nodes share"
-            raise ConfigError(f"run = {cfg.run!r}: rank {number} sees another folder; {rule}")
         if changed:
             raise ConfigError(
-                f"rank {number} differs from rank 0 ({'; '.join(changed.values())}): start all nodes alike"
+                f"rank {number} differs from rank 0 ({'; '.join(changed.values())}): "
+                "start all nodes alike, with one `run` folder that they share"
             )
 
 

@@ -5,7 +5,6 @@
 SGLang's servers start here. They end with this process, even after kill -9.
 """
 
-import contextlib
 import importlib.util
 import json
 import os
@@ -16,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import requests
 import torch
@@ -181,23 +179,11 @@ def require_gpus(cfg: EngineConfig, ranks: int) -> None:
 
 
 def require_urls(urls: Sequence[str]) -> None:
-    """Refuse URLs of other machines, and those where no server answers. Tell which model each server says that it serves."""
+    """Refuse URLs at which no server answers. Tell which model each server says that it serves."""
     for url in urls:
-        if not on_this_machine(urlsplit(url).hostname):
-            raise ConfigError(f"{url} is not on this machine, whose files servers read; start a server here")
         try:
             info = request_json(url.rstrip("/") + "/model_info", 10.0)
         except (requests.RequestException, EngineError) as error:
             raise ConfigError(f"no server answers at {url}; start it, or correct http://HOST:PORT: {error}") from None
         if isinstance(info, dict) and info.get("model_path"):
             print0(f"  note    {url} says that it serves {info['model_path']}")
-
-
-def on_this_machine(host: str | None) -> bool:
-    """Return whether a host is this machine: a socket can only be bound to an address of its own."""
-    with contextlib.suppress(OSError):  # an unknown name, or no address of ours
-        for family, *_, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
-            with socket.socket(family) as probe:
-                probe.bind(address)
-                return True
-    return False

@@ -18,10 +18,10 @@ from torch import nn
 from transformers import AutoConfig
 
 from runtime.checkpoints import find_checkpoint, on_the_hub, read_config
-from runtime.config import ConfigError, refuse_below_1
+from runtime.config import ConfigError
 from runtime.distributed import print0
 from runtime.engine import EngineConfig
-from runtime.policy import Policy, PolicyConfig, build_on_meta
+from runtime.policy import LOGIT_CHUNK, Policy, PolicyConfig, build_on_meta
 from runtime.visual import VisualContract
 
 GIB = 1 << 30
@@ -36,9 +36,6 @@ class PlanConfig:
     gpus: int = 8
     """Training GPUs."""
     gpu_gib: float = 80.0
-
-    def __post_init__(self):
-        refuse_below_1(self, "gpus", "gpu_gib")
 
 
 @dataclass(frozen=True)
@@ -88,7 +85,7 @@ def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, reference: bool = F
     activations = kept_by_block(policy)
     # With checkpointing, a block keeps only the hidden state that it reads, until it is computed again.
     kept = BF16 * hidden if cfg.activation_checkpointing else activations
-    chunk = min(cfg.logit_chunk, tokens)
+    chunk = min(LOGIT_CHUNK, tokens)
 
     held = {}
     held["weights, gradients, AdamW's two moments: fp32, sharded"] = trained * 4 * FP32 / gpus

@@ -9,11 +9,10 @@ from typing import Literal
 
 import pytest
 import torch
-from scripts import REPO, Forked, finish
+from scripts import Forked, finish
 
 from runtime import config
 from runtime.folder import save_run
-from sft import SFTConfig
 
 
 @dataclass(frozen=True)
@@ -133,10 +132,3 @@ def test_every_script_sets_the_allocator_before_torch_reads_the_setting():
     """torch reads PYTORCH_ALLOC_CONF when it first uses the allocator. A use at import would come before the script."""
     scripts = [f"{script} expandable_segments:True" for script in ("sft.py", "eval.py", "rl.py")]
     assert finish(Forked(start_the_scripts)).splitlines() == [*scripts, "expandable_segments:True False"]
-
-
-def test_a_tracker_that_is_not_installed_is_refused(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    says = r"report_to = \['wandb'\]: wandb is not installed; `pip install wandb`"
-    with pytest.raises(config.ConfigError, match=says):
-        config.load(SFTConfig, REPO / "configs" / "sft_8b.yaml", ["report_to=[wandb]"])

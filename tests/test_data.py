@@ -174,7 +174,7 @@ ASKED = [{"role": "user", "content": "q"}, SAID]
     "messages, says",
     [
         ("{", "messages is not JSON"),
-        (None, "`messages` is not a list"),
+        (None, "TypeError: 'NoneType' object is not iterable"),
         ([SAID], "must start with the user"),
         ([*ASKED, ASKED[1]], "two of the assistant cannot follow each other"),
         ([{"role": "user", "content": "q"}, {"role": "critic", "content": "a"}], "role 'critic'"),
@@ -185,7 +185,6 @@ ASKED = [{"role": "user", "content": "q"}, SAID]
         ([*ASKED, {"role": "user", "content": "<tool_response>\na\n</tool_response>\nWhat else?"}, ASKED[1]], "after the last </tool_response>"),
         ([user(__file__, video_start=3, video_end=3)], "video_start = 3, video_end = 3: must be seconds"),
         ([*ASKED[:1], ASKED[1] | {"tool_calls": [{"function": {}}]}], "a message has `tool_calls`: write calls into"),
-        ([user(__file__, nframes=0)], "nframes = 0: must be a whole number above 0"),
         ([{"role": "user", "content": [{"type": "video_url", "video_url": {"path": "x"}}]}], "KeyError: 'url'"),
     ],
 )  # fmt: skip

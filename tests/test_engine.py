@@ -194,9 +194,6 @@ def test_new_weights_serve_every_later_sample_under_their_version(checkpoint, mo
     after = engine.generate(**row)
     assert (before.version, after.version, engine.version) == (0, 7, 7)
     assert after.ids == fresh.generate(**row).ids != before.ids
-    deeper = tiny.build(tmp_path / "deeper", 1, model.config.model_type, num_hidden_layers=5)
-    with pytest.raises(EngineError, match="does not fit this model"):
-        engine.update_weights(deeper, 8)
     engine.close(), fresh.close()
 
 
@@ -465,9 +462,9 @@ def test_a_server_on_several_gpus_is_told_so_and_named_by_them(renderer, prompts
         return fake_server(renderer, port)
 
     monkeypatch.setattr("runtime.open_engine.server_command", command)
-    cfg = EngineConfig(server_gpus=(4, 5, 6, 7), server_args=("--a=1",), tensor_parallel=2)
+    cfg = EngineConfig(server_gpus=(4, 5, 6, 7), server_args=("--tp-size=8",), tensor_parallel=2)
     client = open_engine("", renderer, cfg, tmp_path / "run" / "logs")
-    assert told == [["--a=1", "--tp-size=2"]] * 2 and len(set(client.urls)) == 2
+    assert told == [["--tp-size=8", "--tp-size=2"]] * 2 and len(set(client.urls)) == 2
     assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == {"sglang-gpu4,5.log", "sglang-gpu6,7.log"}
     first, second = client.servers
     second.process.kill()
@@ -485,9 +482,8 @@ def test_a_server_on_several_gpus_is_told_so_and_named_by_them(renderer, prompts
 
 
 def test_servers_need_whole_groups_of_gpus():
-    for wrong in ({"server_gpus": (4, 5, 6)}, {"server_args": ("--tp-size=2",)}, {"server_args": ("--tp", "2")}):
-        with pytest.raises(ValueError, match="tensor_parallel"):
-            RolloutConfig(tensor_parallel=2, **wrong)
+    with pytest.raises(ValueError, match="tensor_parallel"):
+        RolloutConfig(tensor_parallel=2, server_gpus=(4, 5, 6))
 
 
 @pytest.mark.parametrize(
@@ -543,18 +539,6 @@ def test_the_memory_of_a_server_that_was_killed_is_waited_for(monkeypatch):
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     require_servers(RolloutConfig(server_gpus=(0,)))
     assert used == [1]
-
-
-def test_only_servers_of_this_machine_may_be_named(serve):
-    """By any of its names: servers read frames and weights from its files."""
-    port = urlsplit(serve().urls[0]).port
-    for host in ("localhost", "127.0.0.1", "127.1", socket.gethostname()):
-        require_urls([f"http://{host}:{port}/"])
-    for host in ("192.0.2.1", "no-such-host.invalid"):
-        with pytest.raises(ConfigError, match=rf"http://{host}:1 is not on this machine, whose files servers read"):
-            require_urls([f"http://{host}:1"])
-    with pytest.raises(ConfigError, match="no server answers at http://127.0.0.1:9; start it, or correct"):
-        require_urls(["http://127.0.0.1:9"])
 
 
 def test_each_server_at_an_url_tells_which_model_it_serves(serve, tmp_path, capsys):

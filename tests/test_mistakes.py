@@ -90,17 +90,16 @@ def typed(desk, monkeypatch, capsys):
 
 MISTAKES = [  # the page has more
     # the command line and YAML
-    ("a blank run", f"{SFT} run=\"' '\"", "run = ' ': the run would use the current folder; name a folder"),
-    ("an unknown tool", f"{SFT} tools=[crop]", "tools = ['crop']: not in tools.TOOLS; choose from "),
-    ("a kind of token that is none", f"{SFT} 'kind_weights={{color: 1}}'", "kind_weights = ['color']: not kinds of token; choose from prose, arguments, untagged_answer, answer, structure"),
+    ("an unknown tool", f"{SFT} tools=[crop]", "tools[0] = 'crop': must be one of 'crop_video'"),
+    ("a kind of token that is none", f"{SFT} 'kind_weights={{color: 1}}'", "kind_weights = 'color': must be one of 'prose', 'arguments', 'untagged_answer', 'answer', 'structure'"),
     # checkpoints
     ("any folder", f"{SFT} policy.checkpoint=holiday", "holiday has no config.json: it is no checkpoint; a training leaves its own in RUN/model"),
     ("another script's run", f"{SFT} run=other", "other is of another script, or of another version of this code (other/config.yaml: group_size: unknown key"),
     ("a folder that is no run's", f"{RL} policy.checkpoint=shards run=same", "same is of another script, or of another version of this code (same/config.yaml: not a readable YAML file"),
     ("its own start, by another name", f"{RL} policy.checkpoint=same/model run=linked", "'same/model' is in the folder of run = 'linked'"),
-    ("a missing shard, tried out", f"{SFT} policy.checkpoint=shards --dry-run", "error: shards lacks model-00002-of-00002.safetensors, which its index names: copy or download it again"),
+    ("a missing shard, tried out", f"{SFT} policy.checkpoint=shards --dry-run", "error: shards lacks model-00002-of-00002.safetensors: copy or download it again"),
     ("two kinds of weights", f"{SFT} policy.checkpoint=two --dry-run", "error: two has model.safetensors and an index of other files: delete one of the two"),
-    ("no weights", f"{SFT} policy.checkpoint=none --dry-run", "error: none lacks all weights: it has no model.safetensors and no index; copy or download them"),
+    ("no weights", f"{SFT} policy.checkpoint=none --dry-run", "error: none lacks model.safetensors: copy or download it again"),
     ("a quantized model", f"{SFT} policy.checkpoint=fp8 --dry-run", "error: fp8 is quantized (quantization_config in config.json): take its bf16 checkpoint"),
     ("quantized weights", f"{SFT} policy.checkpoint=int8 --dry-run", "error: int8/model.safetensors: x.weight is stored as I8: weights must be floats of 16 bits or more; take the bf16 checkpoint"),
     ("a template that opens thoughts", f"{SFT} policy.checkpoint=thinking", "thinking: its chat template does not continue a dialogue as rollouts do: after "),
@@ -109,8 +108,10 @@ MISTAKES = [  # the page has more
     # data
     ("rows of another script", f"{SFT} 'data.sources=[{{path: toy_data/rl.parquet}}]'", "an SFT row needs the field `messages`; this one has prompt"),
     ("a column of another name", f"{RL} 'data.sources=[{{path: mine/rows.jsonl}}]'", "`videos` names no video; the row has video, prompt"),
-    # settings that passed the dry run and crashed the run
-    ("AdamW's betas", f"{SFT} --dry-run 'optim.betas=[1.5, 0.9]'", "betas=(1.5, 0.9), max_grad_norm=1.0): needs lr > 0, max_grad_norm > 0, 0 <= warmup < 1 and two betas below 1"),
+    # settings with which nothing would be learned
+    ("a gradient clipped to nothing", f"{SFT} --dry-run optim.max_grad_norm=0", "max_grad_norm=0.0): needs lr > 0, max_grad_norm > 0 and warmup < 1"),
+    ("no token below the cap", f"{RL} --dry-run grpo.behaviour_cap=0", "behaviour_cap = 0: every token would be masked"),
+    ("calls without time", f"{RL} --dry-run rollout.call_timeout=0", "call_timeout = 0: every call would be given up at once"),
     # RL
     ("greedy sampling", f"{RL} rollout.temperature=0", "all episodes of a group would be the same; set it above 0"),
     ("a file as run", f"{SFT} run=notes.txt/run", "Not a directory: 'notes.txt/run'"),
@@ -119,7 +120,7 @@ MISTAKES = [  # the page has more
     ("an evaluation's way of reading answers", f"{RL} reward.untagged_answer=prose", "untagged_answer = 'prose' is for evaluation"),
     ("a judge without an address", f"{RL} reward.open_answer=judge", "open_answer = 'judge' needs judge.url and judge.model"),
     # evaluation, report, asking
-    ("an unknown split", f"{EVAL} 'splits={{toyy: toy_data}}'", "splits = ['toyy']: unknown; did you mean toy?"),
+    ("an unknown split", f"{EVAL} 'splits={{toyy: toy_data}}'", "splits = 'toyy': must be one of 'videomme', "),
     ("no such video", 'study/ask.py "Why?" --model toy_data/model --video gone.mp4', "gone.mp4: cannot be opened"),
     ("bf16 without a GPU", f"{SFT} policy.dtype=bf16", "policy.dtype = 'bf16': training in bf16"),
 ]  # fmt: skip

@@ -22,12 +22,11 @@ from runtime.plan import PlanConfig
     [
         ({"rollout": {"subagents": {"train": True}}}, "needs rollout.subagents.temperature = 0.7"),
         ({"gating": [0, 4]}, "an overview has at least 1 frame"),
-        ({"rollout": {"server_gpus": [1], "urls": ["http://h:1"]}}, "give one of the two"),
+        ({"gating": [], "visual": {"overview_frames": 0}}, "an overview has at least 1 frame"),
         ({"rollout": {"server_gpus": None}}, "rollout.server_gpus = null: only for an evaluation"),
         ({"rollout": {"concurrency": None}}, "rollout.concurrency = null: only for an evaluation"),
         ({"rollout": {"think_prefix": None}}, "rollout.think_prefix = null: only for an evaluation"),
         ({"grpo": {"group_size": 1}}, "grpo: group_size = 1: an advantage compares at least 2"),
-        ({"rollout": {"subagents": {"max_new_tokens": 0}}}, "rollout.subagents: max_new_tokens = 0: must be at least"),
     ],
 )
 def test_what_cannot_run_says_so(toy_dir, tmp_path, changes, says):

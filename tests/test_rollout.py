@@ -469,7 +469,6 @@ def test_a_dumped_episode_comes_back_whole(renderer, tmp_path, tool_return):
         decode_frames(loaded, MemoryVideos(fps=3.0), CONTRACT)
 
 
-@pytest.mark.parametrize("wrong", [{"tools": ("crop",)}, {"tools": ()}, {"max_calls": 0}], ids=str)
-def test_impossible_configs_are_refused(wrong):
-    with pytest.raises(ValueError, match="choose from|dispatch: none|positive"):
-        RolloutConfig(**wrong)
+def test_an_agent_without_tools_is_not_told_to_call_them():
+    with pytest.raises(ValueError, match="dispatch: none"):
+        RolloutConfig(tools=())

@@ -55,7 +55,7 @@ def test_the_dry_run_of_every_row_names_what_is_missing_and_how_the_published_ru
             with pytest.raises(DataError) as missing:
                 main(cfg, dry=True)
             for split, root in cfg.splits.items():
-                assert f"{split}: {root}: no such folder" in str(missing.value)
+                assert f"{split}: {root}: no file " in str(missing.value)
             notes.setdefault(cfg.name.removesuffix(" (own)"), []).append(
                 re.findall("note    the published run: (.*)", capsys.readouterr().out)
             )
