@@ -38,7 +38,7 @@ MAY_CHANGE = {
     "run", "steps", "save_every", "keep", "export_every", "plan", "data.video_root",
     # how fast it runs
     "decoders", "grpo.train_tokens",
-    "policy.family", "policy.dtype", "policy.activation_checkpointing", "policy.compile", "policy.logit_chunk",
+    "policy.family", "policy.dtype", "policy.activation_checkpointing", "policy.compile",
     "rollout.server_gpus", "rollout.urls", "rollout.tensor_parallel", "rollout.server_args", "rollout.concurrency",
     "rollout.call_timeout", "rollout.max_batch_tokens",
     # what it reports

@@ -108,6 +108,8 @@ def _open(path: str):
 
     container = av.open(path, options={"protocol_whitelist": "file"})  # a playlist must not reach the network
     stream = container.streams.best("video")
+    if stream is None:
+        raise ValueError("it has no video stream")
     stream.codec_context.thread_count = 1  # the workers run in parallel, and frame threads would delay skip_frame
     return container, stream
 
@@ -123,6 +125,8 @@ def _probe(path: str) -> tuple:
         image, packets = _read_packets(container, stream)
         tick = stream.time_base
         aspect = stream.sample_aspect_ratio or 1
+    if image is None or not packets:
+        raise ValueError("it has no frame that can be decoded and is shown")
 
     # The size as displayed.
     width = round(image.width * aspect)
@@ -185,6 +189,9 @@ def _decode(path: str, rows: list[list[int]], size: tuple[int, int]) -> np.ndarr
         container, stream = _open(path)
         with container:
             pictures |= _decode_from(container, stream, None, lost, size)
+    lost -= pictures.keys()
+    if lost:
+        raise ValueError(f"{len(lost)} of {len(rows)} frames are announced but cannot be decoded")
     return np.stack([pictures[row[0]] for row in rows])  # [n, H, W, 3]
 
 
@@ -326,6 +333,8 @@ class Videos(AbstractContextManager):
         """Return the frames at these indices, in this order, scaled by the decoder to size = (width, height)."""
         indices = tuple(int(i) for i in indices)
         identity, info = self._identify(path), self.info(path)
+        if not indices or min(indices) < 0 or max(indices) >= info.n_frames:
+            raise ValueError(f"indices {indices} of {path}: must be some of 0..{info.n_frames - 1}")
         rows = info._table[list(indices)].tolist()
         pixels = self._cached((identity, indices, size), lambda: self._request(path, identity, "decode", rows, size))
         pixels.flags.writeable = False

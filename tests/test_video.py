@@ -165,6 +165,12 @@ def test_window_frames_are_the_middles_of_equal_bins():
     assert window_indices(np.arange(100) / 10, 0, 9.9, 1, 4) == [12, 37, 62, 87]
 
 
+def test_an_index_that_the_video_lacks_is_our_bug(reader, good):
+    for indices in ([-1], [60], []):
+        with pytest.raises(ValueError, match=r"some of 0\.\.59"):
+            reader.frames(good, indices, (32, 32))
+
+
 # ---- the right frame with the right time ---------------------------------------------------------------------------
 
 KINDS = {
@@ -280,7 +286,7 @@ REASONS = {  # kind -> part of the error, and whether the file is quarantined
     "thin": ("its pixel aspect ratio, 1/1000000, leaves no width", True),
     "text": ("cannot be decoded", True),
     "truncated, index at the end": ("cannot be decoded", True),
-    "audio only": ("cannot be decoded", True),
+    "audio only": ("no video stream", True),
     "h264 in avi": ("contradict the order", False),
 }
 
