@@ -2,7 +2,7 @@
 
     python eval.py configs/eval/toy.yaml                            # the toy, with tools and without, at every K
     python eval.py configs/eval/rows.yaml row=paravt_8b             # a row of the paper; called again, it resumes
-    python eval.py configs/eval/rows.yaml row=paravt_8b --dry-run   # lists what is missing and what differs from the paper
+    python eval.py configs/eval/rows.yaml row=paravt_8b --dry-run   # lists what is missing, and what the paper did otherwise
     python eval.py table runs/eval/* --baseline NAME        # evals/tables.py: our numbers beside the published ones
     python eval.py ablation runs/NAME_8b runs/eval/own/NAME_8b    # the paper's ablation tables
 
@@ -26,11 +26,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from episode import Episode, dump
+from episode import Episode, episode_record
 from evals import rows, tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, load_split
 from evals.protocols import Prompting, run_protocol
-from evals.results import append_record, read_results, resume, write_records
+from evals.results import read_results, resume
 from rewards import RewardConfig, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive_seed
 from runtime.answers import Judge, JudgeError, final_answer
@@ -40,6 +40,7 @@ from runtime.config import ConfigError
 from runtime.dataset import DataError
 from runtime.engine import Api, run_all
 from runtime.folder import hold_folder, refuse_other_weights, require_folder, save_run
+from runtime.lines import append_line, write_lines
 from runtime.open_engine import for_this_machine, open_engine, require_servers
 from runtime.policy import MODELS
 from runtime.prompts import Prompts
@@ -69,8 +70,7 @@ class EvalConfig:
     """How the protocol `agent` calls tools (`rollout.dispatch`). Every split is asked once per arm."""
     prompting: Prompting = Prompting()
     rollout: RolloutConfig = RolloutConfig(temperature=0.0, think_prefix=None, server_gpus=None, concurrency=None)
-    """`think_prefix: null` means as in the checkpoint's training. A checkpoint of other authors has none. By default, each GPU of
-    this machine gets an SGLang server. Without SGLang, the model runs in this process."""
+    """`think_prefix: null` means as in the checkpoint's training. A checkpoint of other authors has none."""
     api: Api = Api()
     """A model behind an API, to ask instead of the checkpoint. Prompts still use the checkpoint's tokenizer and chat
     template. `rollout.concurrency` limits the concurrent requests."""
@@ -226,7 +226,7 @@ class Job:
     arm: str  # of our agent, its dispatch; of other models, the protocol
     dispatch: str
     items: list[Item]  # the first `limit` of the split, or all
-    whole: bool  # all
+    whole: bool  # these are all items of the split
     path: Path
 
 
@@ -264,7 +264,7 @@ def run_job(job: Job, context: AgentContext, cfg: EvalConfig) -> None:
     """Write the records to keep, then ask the other items concurrently. Each item appends its record when it ends."""
     # The file is read under the run's lock: until then, another process may have answered items.
     kept, _, items = resume(job.path, job.items, job.whole)
-    write_records(job.path, kept)
+    write_lines(job.path, kept)
     if not items:
         return
     judge = ApiJudge(cfg.grading.judge)
@@ -279,9 +279,8 @@ def run_job(job: Job, context: AgentContext, cfg: EvalConfig) -> None:
             with writing:
                 if cfg.save_episodes:
                     episodes.parent.mkdir(exist_ok=True)
-                    with episodes.open("a", encoding="utf-8") as dumped:
-                        dump(episode, dumped, context.renderer.readable)
-                append_record(job.path, record)
+                    append_line(episodes, episode_record(episode, context.renderer.readable))
+                append_line(job.path, record)
                 bar.update()
 
         try:
@@ -358,5 +357,5 @@ if __name__ == "__main__":
     if len(sys.argv) > 1 and sys.argv[1] in tables.COMMANDS:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process quietly
         sys.exit(tables.main(sys.argv[1:]))
-    cfg, args = command_line(EvalConfig, __doc__, rows.pick)
+    cfg, args = command_line(EvalConfig, __doc__, rows.load)
     run_script(partial(main, dry=args.dry_run), cfg)

@@ -121,7 +121,7 @@ def derive_seed(*parts: Any) -> int:
 
 @dataclass(frozen=True)
 class Flow:
-    """What happens between two turns of a model. agent_flow is our agent's; evals/protocols.py has those of other models."""
+    """How a model converses: its turns, its calls and the replies. agent_flow is our agent's; evals/protocols.py has others."""
 
     rounds: int  # turns that may call tools; one more turn answers
     calls_per_turn: int  # that run; further calls get an error text
@@ -147,7 +147,13 @@ def agent_flow(cfg: RolloutConfig) -> Flow:
         calls_per_turn = 1
         closing = "</tool_call>"
     return Flow(
-        rounds, calls_per_turn, parse_calls, look_closely, report_all, closing=closing, think_prefix=cfg.think_prefix
+        rounds,
+        calls_per_turn,
+        find_calls=parse_calls,
+        use_tool=look_closely,
+        reply=report_all,
+        closing=closing,
+        think_prefix=cfg.think_prefix,
     )
 
 
@@ -256,14 +262,14 @@ def sample_main_turn(context: AgentContext, main: Trajectory, flow: Flow, seed: 
     if flow.think_prefix:
         append_given(main, renderer.think_prefix)
 
-    # An engine stops at a closing tag that is one token.
+    # If the closing tag is one token, the engine stops there.
     closing = tuple(renderer.encode(flow.closing))
     stop = renderer.ends_of_turn
     if len(closing) == 1:
         stop += closing
     sample_turn(context, main, cfg.max_new_tokens, cfg.temperature, seed, stop)
 
-    # The turn is cut after a longer one.
+    # Otherwise the model runs on, and the turn is cut after the tag.
     text = renderer.decode(main.ids[start:])
     if len(closing) > 1 and flow.closing in text:
         text = text[: text.index(flow.closing) + len(flow.closing)]

@@ -8,7 +8,7 @@
     longvt                  calls crop_video, and gets the frames themselves in the tool turn
     video_zoomer            requests one segment per turn, at a frame rate of its choice
 
-All run in rollout.run_episode; PROTOCOLS has what differs. Flows, limits and formats follow the models' own code; the stamps and
+All run in rollout.run_episode; PROTOCOLS, at the end, has what differs. Flows, limits and formats follow the models' own code; the stamps and
 sizes of frames are in each model's row. The prompts in protocols.yaml are **ours**. Other words give other scores; a
 `prompt_file` supplies the words of a model's authors.
 
@@ -20,7 +20,6 @@ import functools
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -87,20 +86,22 @@ def run_protocol(context: AgentContext, item: Item, k: int, seed: int, cfg: Prom
 
         # Write the prompt. `request` is the text of the task's kind; our agent reads it in place of the question.
         words = Words(cfg.texts, values_of(task, item.caption, info.duration) | {"frames": frames})
-        request = words.fill(task.kind)
-        words = replace(words, values=words.values | {"request": request})
+        words.values["request"] = words.fill(task.kind)
         if ours:
-            prompt = render_prompt(replace(task, question="".join(request)), k, context)
+            prompt = render_prompt(replace(task, question="".join(words.values["request"])), k, context)
+            flow = agent_flow(context.cfg)
         else:
             prompt = write_prompt(words, context.renderer)
-        episode = run_episode(context, task, k, prompt, seed, protocol.flow(words))
+            flow = protocol.flow(words)
+        episode = run_episode(context, task, k, prompt, seed, flow)
     except VideoError as error:
         episode = Episode(task, k, Trajectory(NO_PROMPT), seed=seed)
         episode.fail(error)
     episode.seconds = time.perf_counter() - started
     if episode.error_kind:
         return episode, None
-    return episode, protocol.read_answer(turn_texts(episode.main, context.renderer)) or None
+    texts = [text.removesuffix(END_OF_TURN) for text in turn_texts(episode.main, context.renderer)]
+    return episode, protocol.read_answer(texts) or None
 
 
 def overview_indices(info: VideoInfo, k: int, fps: float) -> Sequence[int]:
@@ -265,10 +266,10 @@ def reply_to_clips(words: Words, calls: list[Call], last: bool) -> list[list]:
 
 
 def longvt(words: Words) -> Flow:
-    """The model calls crop_video, as often as it likes. A tool turn shows it the frames."""
+    """The model calls crop_video, several times a turn. A tool turn shows it the frames."""
     return Flow(
         rounds=5,
-        calls_per_turn=sys.maxsize,
+        calls_per_turn=32,  # more than it makes
         find_calls=parse_calls,
         use_tool=partial(show_window, words),
         reply=partial(reply_with_windows, words),
@@ -297,7 +298,7 @@ def describe_frames(words: Words, call: Call) -> list:
 
 def read_longvt(texts: list[str]) -> str:
     """Read the answer as its authors do: the first <answer> of all turns, else the last box, else a number at the end."""
-    whole = "\n".join(texts).replace(END_OF_TURN, "")
+    whole = "\n".join(texts)
     if answers := ANSWER.findall(whole):
         return answers[0].strip()
     if "\\boxed{" in whole:
@@ -373,7 +374,7 @@ def read_zoomer(texts: list[str]) -> str:
 class Protocol:
     """What differs between the ways to ask."""
 
-    flow: Callable[[Words], Flow | None]  # None: our agent's
+    flow: Callable[[Words], Flow] | None  # None: our agent's
     read_answer: Callable[[list[str]], str | None]  # (texts of all turns) -> the text to grade
     overview_fps: float = 0.0  # frames per second of the overview, at most K in all; 0: always K
 
@@ -387,7 +388,7 @@ def read_tagged(texts: list[str]) -> str | None:
 
 
 PROTOCOLS = {
-    "agent": Protocol(lambda words: None, final_answer),
+    "agent": Protocol(None, final_answer),
     "direct": Protocol(one_turn, partial(final_answer, untagged="prose")),
     "think": Protocol(one_turn, read_tagged),
     "video_r1": Protocol(one_turn, read_tagged),

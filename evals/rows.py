@@ -1,6 +1,6 @@
 """rows.py: read configs/eval/rows.yaml, which has one row per model: how it is asked, and how the published run differs.
 
-    cfg = config.load(EvalConfig, "configs/eval/rows.yaml", ["row=conan", "way=own"], rows.pick)   # as eval.py does
+    cfg = rows.load(EvalConfig, "configs/eval/rows.yaml", ["row=conan", "way=own"])     # as eval.py does
     list_differences("Conan-7B (own)")   # what the published run of this model did that no key expresses
 
 `row` picks a row, and `way` how it is asked: `table` (default) as in the paper's table, `own` as the model's authors do. A YAML
@@ -9,31 +9,32 @@ file whose `base` is rows.yaml may set both. Neither is a setting of the run, so
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
-from runtime.config import ConfigError, apply_override, merge, read_tree, suggest
+from runtime.config import ConfigError, apply_override, load_tree, merge, read_tree, suggest
 
+T = TypeVar("T")
 ROWS_FILE = Path(__file__).parent.parent / "configs" / "eval" / "rows.yaml"
 NOT_SETTINGS = ("like", "own", "differs")  # keys of a row
 
 
-def pick(tree: dict, overrides: Sequence[str]) -> tuple[dict, Sequence[str]]:
-    """Return the settings of the row that a file or the command line chooses, and the overrides that are left to apply. A file
-    without rows is returned as it is."""
+def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
+    """Load a config as config.load does. From a file with rows, take the row that the file or the overrides choose."""
+    tree = read_tree(Path(path))
     if "rows" not in tree:
-        return tree, overrides
-    above = dict(tree)
+        return load_tree(cls, tree, overrides, path)
     left = []
     for override in overrides:
         if override.partition("=")[0] in ("row", "way"):
-            apply_override(above, override)
+            apply_override(tree, override)
         else:
             left.append(override)
-    above.pop("groups", None)  # rows.yaml has them only for its `differs`
-    shared = above.pop("shared", {})
-    rows = above.pop("rows")
-    row = str(above.pop("row", ""))
-    way = str(above.pop("way", "table"))
-    return merge(settings_of(rows, row, way, shared), above), left
+    tree.pop("groups", None)  # rows.yaml has them only for its `differs`
+    shared = tree.pop("shared", {})
+    rows = tree.pop("rows")
+    row = str(tree.pop("row", ""))
+    way = str(tree.pop("way", "table"))
+    return load_tree(cls, merge(settings_of(rows, row, way, shared), tree), left, path)
 
 
 def settings_of(rows: dict, row: str, way: str, shared: dict) -> dict:
@@ -60,11 +61,13 @@ def settings_of(rows: dict, row: str, way: str, shared: dict) -> dict:
 
 
 def with_likes(rows: dict, row: str) -> list[dict]:
-    """Return a row, and before it those that it is `like`."""
+    """Return a row, and before it those on which it builds by `like`."""
     if row not in rows:
         raise ConfigError(f"row = {row!r}: no such row; {suggest(row, rows)}")
-    found = rows[row]
-    return [*with_likes(rows, found["like"]), found] if "like" in found else [found]
+    layer = rows[row]
+    if "like" not in layer:
+        return [layer]
+    return [*with_likes(rows, layer["like"]), layer]
 
 
 def list_differences(name: str) -> list[str]:

@@ -17,7 +17,6 @@ Deliberately missing: significance tests, several seeds of a row (`make paradox`
 
 import argparse
 import functools
-import json
 import math
 import statistics
 import sys
@@ -28,12 +27,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import yaml
 
 from evals.benchmarks import headline
-from evals.results import Results, read_run, read_runs, whole_lines
-from runtime.config import ConfigError, suggest
+from evals.results import Results, read_run, read_runs
+from runtime.config import ConfigError, read_tree, suggest
 from runtime.dataset import DataError
+from runtime.lines import read_lines
 
 COMMANDS = ("table", "ablation")
 PUBLISHED_FILE = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
@@ -148,7 +147,7 @@ def figures_table(all_results: Sequence[Results]) -> str:
     rows = []
     for results in all_results:
         figures = ", ".join(f"{name} {value:.1f}" for name, value in results.figures().items())
-        cells = {name: f"{value:.1f}" for name, value in rates(results).items()}
+        cells = {name: f"{value:.1f}" for name, value in rates(results.records).items()}
         rows.append(first_cells(results) | {"items": len(results.records), "figures": figures} | cells)
     return markdown("### Figures", list(rows[0]), rows)
 
@@ -216,7 +215,7 @@ def ablation_cells(row: dict, trainings: str, evaluations: str) -> dict[str, str
     cells = {}
     metrics = Path(trainings.replace("NAME", row.get("run", "")), "metrics.jsonl")
     if "run" in row and metrics.exists():
-        steps = [json.loads(line) for line in whole_lines(metrics)][: row.get("steps")]
+        steps = list(read_lines(metrics))[: row.get("steps")]
         cells["steps"] = str(len(steps))
         for name in METRICS:
             values = [step[name] for step in steps if name in step]
@@ -282,16 +281,16 @@ def gain_text(ours: Results, base: Results) -> str:
 # ------------------------------------------------------------------------------------------------ figures
 
 
-def rates(results: Results) -> dict[str, float]:
+def rates(records: Sequence[dict]) -> dict[str, float]:
     """Return the shares of items without a good answer, in percent."""
     totals = Counter()
-    for record in results.records:
+    for record in records:
         refused = record["error"].startswith("Refusal: ")  # begins with Episode.error_kind
         totals["error_rate"] += bool(record["error"]) and not refused
         totals["refused_rate"] += refused
         totals["unparsed_rate"] += record["prediction"] is None and not record["error"]
         totals["truncated_rate"] += record["truncated"]
-    return {name: 100 * total / len(results.records) for name, total in totals.items()}
+    return {name: 100 * total / len(records) for name, total in totals.items()}
 
 
 def per_item(records: Sequence[dict]) -> dict[str, float]:
@@ -333,7 +332,7 @@ def average_cell(scores: dict[str, float], columns: Sequence[str]) -> str:
 
 @functools.cache
 def read_published() -> dict[str, Any]:
-    return yaml.safe_load(PUBLISHED_FILE.read_text(encoding="utf-8"))
+    return read_tree(PUBLISHED_FILE)
 
 
 def published_scores(name: str, published: dict) -> dict[str, float]:

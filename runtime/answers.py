@@ -5,13 +5,15 @@
 
 A wrong reading is worse than none. A letter is read by these rules, and the first one that names a letter decides:
 1. The text is one option's text. "The answer is" may stand before it.
-2. Letters that the text denies count in no rule below; nor do the lines of a list of options, if several are left.
+2. Letters that the text denies, quotes ("B says") or gives as a reason ("since B fits") count in no rule below; nor do the
+   lines of a list of options, if several are left.
 3. The last label after a word that chooses, on its line and with only marks between: "answer is B", "so option B".
 4. The last label before "is correct", "is right" or "is best".
 5. A label at the beginning, before a mark or the line's end. No wait, maybe, perhaps, could or might may follow anywhere.
 6. The only capital letter that stands alone.
 A label is a letter that stands alone; a small one and I, only before a mark or the line's end. No labels are the letters of
-"A or B", and A before a word in lower case (an article).
+"A or B". After "option", a small letter counts as a capital one. A is an article, and no letter, before a word in lower case
+where a sentence begins and after "is" or "be"; but not before a word that follows labels, as in "A fits" and "A since".
 
 A span is read by these:
 1. The only two times of a text are a span.
@@ -109,8 +111,8 @@ Judge = Callable[[str, str, str], float]  # (question, gold, answer) -> 1.0 or 0
 def score_answer(
     text: str | None, task: Task, open_answer: str = "f1", judge: Judge | None = None
 ) -> tuple[str | tuple[float, float] | None, float]:
-    """Read the text, and compare what it says with the task's answer. Return both: a letter, a span or the text (None: it cannot
-    be read), and a score from 0 to 1. `open_answer`: f1 of the words, exact match, or the judge's verdict."""
+    """Read the text, and compare what it says with the task's answer. Return both: a letter, a span or the text (None: it
+    cannot be read), and a score from 0 to 1. `open_answer`: f1 of the words, exact match, or the judge's verdict."""
     gold = task.answer
     if not text:
         return None, 0.0
@@ -149,21 +151,25 @@ _WORD = r"[^\W\u4e00-\u9fff]"
 _START = rf"(?<!{_WORD})(?<!\w[/.'-])"
 _END = rf"(?!{_WORD}|[/'-]\w|\.\w\.)"
 _MARK = r"(?=[).:]|\s*(?m:$))"  # a mark or the line's end follows
-_ARTICLE = r"A (?!(?:and|or|nor|is|are|because)\b)[a-z]"  # "A man", but not "A is wrong"
-_CAPITAL = rf"(?:(?!{_ARTICLE})[A-HJ]|I{_MARK})"
-_LETTER = rf"{_START}{_CAPITAL}{_END}"
+# "A man", "The answer is A man"; but not "A fits", "The answer is A since he runs", "Option A shows a man".
+_NOUN = (
+    r"(?= (?!(?:is|was|fits|matches|shows|describes|seems"
+    r"|and|or|because|since|as|for|from|in|with|at|by|here|which|based|given|due|according)\b)[a-z])"
+)
+_ARTICLE = rf"(?:(?<!\w )|(?<=is )|(?<=be )|(?<='s ))A{_NOUN}"
+_LETTER = rf"{_START}(?:[A-HJ]|I{_MARK}){_END}"
 _AND = r"\)?(?:,? (?:and|or|nor) |, ?|[、和或\s])"
 _LETTERS = rf"{_LETTER}(?:{_AND}{_LETTER}){{0,9}}"  # "A, B and C"
 # A label: "B", "b)"; not the letters of "A or B".
-_LABEL = rf"(?<!\band )(?<!\bor ){_START}({_CAPITAL}|[a-j]{_MARK}){_END}(?!{_AND}{_LETTER})"
+_LABEL = rf"(?<!\band )(?<!\bor ){_START}([A-HJ]|[Ia-j]{_MARK}){_END}(?!{_AND}{_LETTER})"
 
 # Rule 1. What may stand before an option's text: "The answer is", "**Final answer:**".
 LEAD = r"(?i:\A[\W_]{0,5}(?:the )?(?:\w+ )?(?:answer|option|choice)(?: is\b|\W?:)[\s:*_]{0,5})"
-# Rule 2. Letters that the text denies, and a line of a list of options.
-_DENIED = (
-    rf"(?:(?i:\b(?:not|neither|rather than) |n't )|不[是选]){_LETTERS}"  # "not A", "neither A nor B", "isn't A", "不是A"
+# Rule 2. Letters that do not count, and a line of a list of options.
+_DROPPED = (
+    rf"(?:(?i:(?:\b(?:not|neither|rather than|because|since) |n't )(?:option )?)|不[是选]){_LETTERS}"  # "isn't A", "不是A"
     rf"|{_LETTERS}[):]?(?: is| are| can be)?"  # "A is wrong", "A and B are false", "A can be excluded", "A: no", "A ✗"
-    r"(?: (?:not|never|no|wrong|incorrect|false|(?:ruled )?out|excluded|[✗❌])(?!\w)|n't)"  # "A isn't shown"
+    r"(?: (?:not|never|no|wrong|incorrect|false|(?:ruled )?out|excluded|says|[✗❌])(?!\w)|n't)"  # "A isn't shown"
     rf"|{_LETTERS}(?:选?项)? ?[均都]?[不错]"  # "A错", "A和C都不对", "A项不正确"
 )
 _LISTED = rf"(?m)^[^\w\n]{{0,6}}({_LETTER})[).:].*$"  # "- A. red"
@@ -189,9 +195,13 @@ def parse_letter(text: str, options: tuple[str, ...] = ()) -> str | None:
     if len(same) == 1 and not re.fullmatch("[a-j]", said):
         return same[0]
 
-    # Rule 2: drop the letters that the text denies, and the lines of a list. "(B)" is read as "B)".
+    # Articles become small and labels become capital: "A man" -> "a man", "option b" -> "option B", "(B)" -> "B)".
+    text = re.sub(_ARTICLE, "a", text)
+    text = re.sub(rf"(?<=[Oo]ption )[a-j]\b(?!{_NOUN})", lambda letter: letter[0].upper(), text)
     text = re.sub(r"\(([A-J])\)", r"\1)", text)
-    text = re.sub(_DENIED, " ", text)
+
+    # Rule 2: drop the letters that do not count, and the lines of a list.
+    text = re.sub(_DROPPED, " ", text)
     if len(set(re.findall(_LISTED, text))) > 1:
         text = re.sub(_LISTED, "", text)
 

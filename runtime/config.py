@@ -16,14 +16,13 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 
 T = TypeVar("T")
-Pick = Callable[[dict, Sequence[str]], tuple[dict, Sequence[str]]]  # (tree, overrides) -> those that are left
 
 
 class UserError(ValueError):
@@ -52,12 +51,13 @@ class Loader(yaml.SafeLoader):
         return node
 
 
-def load(cls: type[T], path: str | Path, overrides: Sequence[str] = (), pick: Pick | None = None) -> T:
-    """Read `path` and its bases, apply `key.sub=value` overrides, and build `cls`. From a file of many rows, `pick` first takes
-    the row that the overrides name (evals/rows.py)."""
-    tree = read_tree(Path(path))
-    if pick:
-        tree, overrides = pick(tree, overrides)
+def load(cls: type[T], path: str | Path, overrides: Sequence[str] = ()) -> T:
+    """Read `path` and its bases, apply `key.sub=value` overrides, and build `cls`."""
+    return load_tree(cls, read_tree(Path(path)), overrides, path)
+
+
+def load_tree(cls: type[T], tree: dict, overrides: Sequence[str], path: str | Path) -> T:
+    """Apply the overrides to the tree of a file, and build `cls`."""
     for override in overrides:
         apply_override(tree, override)
     try:

@@ -152,7 +152,7 @@ class EngineConfig:
     def __post_init__(self):
         gpus, size = list(self.server_gpus or ()), self.tensor_parallel
         if len(gpus) % size:
-            raise ConfigError(  # no ValueError: the GPUs that replace null come after the YAML is read
+            raise ConfigError(  # also raised after the YAML is read, for the GPUs that replace null
                 f"server_gpus = {gpus} cannot be divided into servers of tensor_parallel = {size}: give a multiple of it"
             )
 

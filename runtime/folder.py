@@ -24,6 +24,7 @@ import yaml
 from runtime.checkpoints import weights_digest
 from runtime.config import ConfigError, differences, load
 from runtime.distributed import barrier, gather, print0, rank
+from runtime.lines import write_whole
 from runtime.visual import read_json
 
 # ------------------------------------------------------------------------------------------------ what may change
@@ -37,11 +38,11 @@ MAY_CHANGE = {
     "run", "steps", "save_every", "keep", "export_every", "plan", "data.video_root",
     # how fast it runs
     "decoders", "grpo.train_tokens",
-    "policy.family", "policy.dtype", "policy.activation_checkpointing", "policy.compile", "policy.logit_chunk",
+    "policy.family", "policy.dtype", "policy.activation_checkpointing", "policy.compile",
     "rollout.server_gpus", "rollout.urls", "rollout.tensor_parallel", "rollout.server_args", "rollout.concurrency",
     "rollout.call_timeout", "rollout.max_batch_tokens",
     # what it reports
-    "name", "eval_every", "val", "val_tasks", "val_frames", "dump_groups", "report_to", "save_episodes",
+    "eval_every", "val", "val_tasks", "val_frames", "dump_groups", "report_to", "save_episodes",
     # the remedies for bad steps and rows
     "optim", "data.max_bad_fraction",
     # access to an API
@@ -184,16 +185,6 @@ def save_run(cfg: Any, run_dir: str | Path, **more: Any) -> None:
     packages = {package.name: package.version for package in importlib.metadata.distributions()}
     run = {"command": sys.argv, "commits": commits, "python": sys.version, **more, "packages": packages}
     write_whole(path, json.dumps(run, indent=1))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file completely or, if the process or the machine dies, not at all."""
-    unborn = path.with_name(path.name + ".new")
-    with unborn.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())  # without it, a power cut may leave the renamed file empty
-    unborn.rename(path)
 
 
 def git_commit() -> str:

@@ -51,8 +51,8 @@ def open_engine(
     frames: Path | None = None,
     api: Api | None = None,
 ) -> Engine:
-    """Open the engine that the settings ask for. None of them is null. `logs` and `frames`: folders of the servers' logs, and of the frames that they
-    read."""
+    """Open the engine that the settings ask for (without null: for_this_machine). `logs` and `frames`: folders of the servers'
+    logs, and of the frames that they read."""
     if api and api.url:  # an API's model
         return OpenAI(api, renderer)
     if not cfg.uses_servers:  # the model in this process, on a GPU if there is one

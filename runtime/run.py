@@ -37,7 +37,8 @@ from runtime.checkpoints import (
 from runtime.config import ConfigError
 from runtime.dataset import DataConfig
 from runtime.distributed import gather, local_size, peak_memory, print0, rank, world_size
-from runtime.folder import refuse_other_weights, save_run, write_whole
+from runtime.folder import refuse_other_weights, save_run
+from runtime.lines import append_line, read_lines, write_lines
 from runtime.plan import GIB, Plan, PlanConfig, count, meta_policy
 from runtime.policy import Policy, PolicyConfig, dtype_of
 from runtime.prompts import OURS, Prompts
@@ -308,16 +309,13 @@ class Metrics:
             project = os.environ.get("WANDB_PROJECT", "minparavt")
             self._wandb = wandb.init(project=project, name=cfg.run, dir=cfg.run, config=asdict(cfg))
 
-        # Keep the lines of the steps that are done. Later steps run again, and a killed run may leave half a line.
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
-        whole = [line for line in lines if line.endswith("}")]
-        kept = [line for line in whole if json.loads(line)["step"] < steps_done]
-        write_whole(self._path, "".join(line + "\n" for line in kept))
+        # Keep the lines of the steps that are done. Later steps run again.
+        lines = read_lines(self._path) if self._path.exists() else []
+        write_lines(self._path, [line for line in lines if line["step"] < steps_done])
 
     def write(self, step: int, values: dict[str, float]) -> None:
         values = {"time": round(time.time(), 3), **values}  # seconds since the epoch
-        with self._path.open("a") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+        append_line(self._path, {"step": step, **values})
         if self._board:
             for key, value in values.items():
                 self._board.add_scalar(key, value, step)

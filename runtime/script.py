@@ -24,8 +24,9 @@ from typing import Any, NoReturn, TypeVar
 
 from tqdm import tqdm
 
+from runtime import config
 from runtime.checkpoints import find_checkpoint
-from runtime.config import ConfigError, Pick, UserError, load
+from runtime.config import ConfigError, UserError
 from runtime.dataset import RowError, Rows, row_errors
 from runtime.distributed import print0
 from runtime.engine import map_in_threads
@@ -39,8 +40,8 @@ T = TypeVar("T")
 GOES_ON = "The same command resumes from what was saved"
 
 
-def command_line(cls: type[T], doc: str, pick: Pick | None = None) -> tuple[T, argparse.Namespace]:
-    """Parse the command line, and load its config (`pick`: see config.load). A bad config ends the program with its message."""
+def command_line(cls: type[T], doc: str, load: Callable = config.load) -> tuple[T, argparse.Namespace]:
+    """Parse the command line, and load its config. A bad config ends the program with its message."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="a YAML file of configs/")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value", help="override a value")
@@ -50,7 +51,7 @@ def command_line(cls: type[T], doc: str, pick: Pick | None = None) -> tuple[T, a
     args = parser.parse_intermixed_args()
     expandable_segments()
     try:
-        return load(cls, args.config, args.overrides, pick), args
+        return load(cls, args.config, args.overrides), args
     except ConfigError as error:
         sys.exit(f"error: {error}")
 

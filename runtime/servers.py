@@ -19,7 +19,6 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from PIL import Image
 
 from episode import Prompt
 from runtime.distributed import local_rank
-from runtime.engine import Engine, EngineError, EngineLost, Sample
+from runtime.engine import Engine, EngineError, EngineLost, Sample, map_in_threads
 from runtime.processes import MEMORY, kill_group
 from runtime.render import Renderer
 from runtime.video import Clip
@@ -171,9 +170,8 @@ class SGLang(Engine):
         with self._lock:
             self.snapshot = str(path)
             self.version = version
-        if push:  # to all servers at once; the pool is not waited for, since after Ctrl-C a server may hang
-            pool = ThreadPoolExecutor(len(self.urls))
-            list(pool.map(self._push_weights, [*self.servers]))
+        if push:  # to all servers at once
+            list(map_in_threads(self._push_weights, [*self.servers], at_once=len(self.urls)))
         self._require_servers()
 
     def _push_weights(self, server: Server) -> None:

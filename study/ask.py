@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from episode import Call, Prompt, Task, dump
+from episode import Call, Prompt, Task, episode_record
 from rollout import AgentContext, RolloutConfig, SubagentConfig, render_prompt, run_episode
 from runtime import config
 from runtime.config import UserError
 from runtime.engine import Engine, Sample
+from runtime.lines import append_line
 from runtime.open_engine import open_engine, require_servers
 from runtime.prompts import Prompts
 from runtime.render import Renderer, refuse_template
@@ -98,8 +99,8 @@ def run_ask(args: argparse.Namespace, context: AgentContext) -> int:
     episode = run_episode(context, task, k, render_prompt(task, k, context), 0)
     print(f"\n{len(episode.main.turns)} turns, {len(episode.calls)} calls, {episode.seconds:.1f} s {episode.error}")
     if args.trace:
-        with args.trace.open("w", encoding="utf-8") as file:
-            dump(episode, file, context.renderer.readable)
+        args.trace.write_text("")  # empties the file of an earlier question
+        append_line(args.trace, episode_record(episode, context.renderer.readable))
     return int(bool(episode.error_kind))
 
 

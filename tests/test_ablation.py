@@ -11,8 +11,7 @@ from scripts import REPO, line, lines, sections, write_results
 import eval as evaluation
 import rl
 from eval import EvalConfig
-from evals import tables
-from evals.rows import pick
+from evals import rows, tables
 from evals.tables import read_published
 from rl import RLConfig
 from runtime import config
@@ -108,7 +107,7 @@ def test_every_row_of_the_paper_is_in_the_tables():
     trainings = {config.load(RLConfig, REPO / file, words).run for file, *words in commands("rl.py")}
     evaluations = set()
     for file, *words in commands("eval.py"):
-        evaluations.add(evaluation.with_names(config.load(EvalConfig, REPO / file, words, pick)).run)
+        evaluations.add(evaluation.with_names(rows.load(EvalConfig, REPO / file, words)).run)
     for block in tables.TITLES:
         for row in published["ablations"][block]:
             assert "run" not in row or f"runs/{row['run']}_8b" in trainings
@@ -128,7 +127,7 @@ def test_the_dry_run_of_each_training_lacks_only_its_start(words, toy_dir, capsy
 
 @pytest.mark.parametrize("words", commands("eval.py"), ids=" ".join)
 def test_the_dry_run_of_each_evaluation_names_all_data_that_are_missing(words):
-    cfg = config.load(EvalConfig, REPO / words[0], words[1:], pick)
+    cfg = rows.load(EvalConfig, REPO / words[0], words[1:])
     with pytest.raises(DataError) as missing:
         evaluation.main(cfg, dry=True)
     told = dict(line.split(": ", 1) for line in str(missing.value).splitlines())

@@ -17,10 +17,10 @@ from scripts import start, wait_for
 import eval as evaluation
 from episode import Task
 from eval import EvalConfig
+from evals import rows
 from evals.benchmarks import Item
 from evals.protocols import Prompting, run_protocol
 from evals.results import read_results, read_run
-from evals.rows import pick
 from evals.tables import rates
 from rollout import AgentContext, RolloutConfig
 from runtime import api, config
@@ -164,7 +164,7 @@ def test_parameters_replace_what_a_request_says_and_null_drops_it(endpoint, ask)
 
 def test_a_key_in_place_of_its_variables_name_is_refused_and_not_repeated():
     with pytest.raises(config.ConfigError, match="api: key: give the name of an environment variable") as error:
-        config.load(EvalConfig, "configs/eval/rows.yaml", ["row=gpt4o", "api.key=sk-proj-4f9"], pick)
+        rows.load(EvalConfig, "configs/eval/rows.yaml", ["row=gpt4o", "api.key=sk-proj-4f9"])
     assert "4f9" not in str(error.value)
 
 
@@ -176,7 +176,7 @@ def test_a_misspelled_override_does_not_repeat_the_key():
         ("api.key:sk-4f9", "override api.key: write it as key.sub=value"),
     ):
         with pytest.raises(config.ConfigError, match=rule) as error:
-            config.load(EvalConfig, "configs/eval/rows.yaml", ["row=gpt4o", override], pick)
+            rows.load(EvalConfig, "configs/eval/rows.yaml", ["row=gpt4o", override])
         assert "4f9" not in str(error.value)
 
 
@@ -249,11 +249,11 @@ def test_refusals_are_counted_apart_and_asked_again(endpoint, theirs, tmp_path, 
     assert evaluation.main(theirs(there, "rollout.concurrency=1", "limit=2")) == 0
     results = read_results(tmp_path / "run" / "toy-K4-direct.jsonl")
     assert sorted(record["error"] for record in results.records) == ["", "Refusal: No."]
-    shares = rates(results)
+    shares = rates(results.records)
     assert (shares["refused_rate"], shares["error_rate"], shares["unparsed_rate"]) == (50, 0, 0)
     evaluation.main(theirs(there, "limit=2"))
     results = read_results(tmp_path / "run" / "toy-K4-direct.jsonl")
-    assert len(there.bodies) == 3 + 2 and not rates(results)["refused_rate"]
+    assert len(there.bodies) == 3 + 2 and not rates(results.records)["refused_rate"]
 
 
 # ------------------------------------------------------------------------------------------------ the judge

@@ -8,7 +8,7 @@ import pytest
 from scripts import REPO
 
 from eval import EvalConfig
-from evals.rows import pick
+from evals import rows
 from rl import RLConfig
 from runtime import config
 from sft import SFTConfig
@@ -69,7 +69,8 @@ def test_the_commands_of_a_page_are_commands(page):
         assert "def main(" in SCRIPTS[name].read_text("utf-8"), command
         if name in CONFIGS and words[0] not in ("table", "ablation") and words[0] not in made_by(page):
             overrides = [word for word in words[1:] if "=" in word and not word.startswith("--")]
-            config.load(CONFIGS[name], REPO / words[0], overrides, pick if name == "eval.py" else None)
+            load = rows.load if name == "eval.py" else config.load
+            load(CONFIGS[name], REPO / words[0], overrides)
     assert found >= {"README": 8, "node": 12}.get(page.stem, 0)
 
 

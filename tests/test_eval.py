@@ -29,10 +29,9 @@ from scripts import REPO, Forked, finish, line, lines, sections, start, wait_for
 import eval as evaluation
 from episode import Task
 from eval import EvalConfig, as_trained
-from evals import tables
+from evals import rows, tables
 from evals.benchmarks import SPLITS, Item, load_split
 from evals.results import read_results, read_run, resume
-from evals.rows import pick
 from evals.tables import interval, per_item, rates
 from rollout import derive_seed
 from runtime import config
@@ -75,7 +74,7 @@ def write(toy_dir, tmp_path):
 
 
 def load(path: Path, *overrides: str) -> EvalConfig:
-    return config.load(EvalConfig, path, overrides, pick)
+    return rows.load(EvalConfig, path, overrides)
 
 
 def run(path: Path, *overrides: str) -> int:
@@ -440,7 +439,7 @@ def test_answers_without_a_tag_count_only_where_the_config_says_so(write, model,
     results = read_results(results_file(tmp_path, "none"))
     assert {r["prediction"] for r in results.records} == {prediction and prediction.format(color)}
     assert results.figures()["accuracy"] == (100 * count / 8 if prediction else 0)
-    assert rates(results)["unparsed_rate"] == (0 if prediction else 100)
+    assert rates(results.records)["unparsed_rate"] == (0 if prediction else 100)
     assert not any(record["tagged"] for record in results.records)
 
 
@@ -600,7 +599,7 @@ def test_costs_and_rates_are_means_over_all_items(tmp_path):
     rows[0] |= {"calls": [{"error": ""}, {"error": "timeout"}], "tokens": 30, "seconds": 3.0, "truncated": True}
     rows[0] |= {"subagent_tokens": 9, "critical_tokens": 36}
     results = read_results(write_results(tmp_path, "videomme", rows, total=2700))
-    assert rates(results) == {"error_rate": 0, "refused_rate": 0, "unparsed_rate": 50, "truncated_rate": 50}
+    assert rates(results.records) == {"error_rate": 0, "refused_rate": 0, "unparsed_rate": 50, "truncated_rate": 50}
     means = per_item(results.records)
     assert math.isnan(means.pop("f")) and math.isnan(means.pop("well_formed"))  # of our own agent only
     assert means == {
@@ -669,7 +668,7 @@ def two_gpus_with_sglang_and_three_cores() -> None:
 
     for words in ("rows row=paravt_8b", "rows row=paravt_8b way=own", "rows row=gpt4o", "toy"):
         name, *overrides = words.split()
-        cfg = config.load(EvalConfig, f"configs/eval/{name}.yaml", overrides, pick)
+        cfg = rows.load(EvalConfig, f"configs/eval/{name}.yaml", overrides)
         rollout = for_this_machine(cfg.rollout)
         print(rollout.server_gpus, rollout.concurrency, cfg.decoders)
 

@@ -9,6 +9,8 @@ import runpy
 import shlex
 import shutil
 import sys
+import typing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,11 +19,13 @@ import yaml
 from safetensors.torch import save_file
 from scripts import REPO
 
+from eval import EvalConfig
 from rl import RLConfig
 from rollout import RolloutConfig
 from runtime import config, folder, open_engine
 from runtime.config import ConfigError
 from runtime.folder import save_run
+from sft import SFTConfig
 
 SFT = "sft.py configs/toy_sft.yaml policy.checkpoint=toy_data/model"
 RL = "rl.py configs/toy_paragrpo.yaml policy.checkpoint=toy_data/model"
@@ -217,6 +221,26 @@ def test_a_run_does_not_go_on_as_another_one(begun, change):
     key = change.partition("=")[0]
     with pytest.raises(ConfigError, match=rf"belongs to a run with other settings \({key}: "):
         folder.refuse_other_run(cfg_of(begun, change))
+
+
+def test_a_training_does_not_resume_with_another_length_of_its_packs(begun):
+    """Past bug: it could, but rows over `pack_tokens` are skipped, so the steps after it had other rows."""
+    sft = config.load(SFTConfig, REPO / "configs" / "toy_sft.yaml", [f"run={begun}"])
+    save_run(sft, begun)
+    with pytest.raises(ConfigError, match=r"belongs to a run with other settings \(pack_tokens: "):
+        folder.refuse_other_run(replace(sft, pack_tokens=sft.pack_tokens + 1))
+
+
+def has_setting(cls: type, name: str) -> bool:
+    """Return whether a config has the setting, such as "rollout.urls", in its own section or in one of its sections."""
+    key, _, rest = name.partition(".")
+    hint = typing.get_type_hints(cls).get(key)
+    return hint is not None and (not rest or has_setting(hint, rest))
+
+
+@pytest.mark.parametrize("name", sorted(folder.MAY_CHANGE | folder.MAY_GROW))
+def test_what_may_change_when_a_run_resumes_is_a_setting(name):
+    assert any(has_setting(cls, name) for cls in (RLConfig, SFTConfig, EvalConfig))
 
 
 # ------------------------------------------------------------------------------------------------ the page

@@ -1,7 +1,6 @@
 """The protocols of the comparison: the prompts that a model reads turn by turn, and how its replies are used."""
 
 import dataclasses
-import io
 import itertools
 import json
 import random
@@ -13,14 +12,13 @@ import yaml
 from scripted import MemoryVideos, Scripted, check_trajectory
 from tiny import CONTRACT
 
-from episode import Task, dump
+from episode import Task, episode_record
 from eval import EvalConfig
-from evals import protocols
+from evals import protocols, rows
 from evals.benchmarks import Cue, Item
 from evals.protocols import PROTOCOLS, WORDS, Prompting, run_protocol
-from evals.rows import ROWS_FILE, pick
+from evals.rows import ROWS_FILE
 from rollout import AgentContext, RolloutConfig, render_prompt, run_episode
-from runtime import config
 from runtime.engine import EngineError
 from runtime.render import Renderer, clock
 from runtime.visual import ContractError, VisualContract
@@ -65,7 +63,7 @@ def contract_of(protocol: str) -> VisualContract:
     """Return the tests' small contract, with the stamps and the crops of the protocol's own row if it has one."""
     if protocol in ("agent", *ONE_TURN):
         return CONTRACT
-    visual = config.load(EvalConfig, ROWS_FILE, [f"row={protocol}"], pick).visual
+    visual = rows.load(EvalConfig, ROWS_FILE, [f"row={protocol}"]).visual
     return dataclasses.replace(CONTRACT, stamp=visual.stamp, crop_max_frames=visual.crop_max_frames)
 
 
@@ -90,7 +88,7 @@ def ask(renderer, tmp_path_factory):
 
 def check(episode, renderer, model) -> None:
     """Check that an episode can be dumped, and that each turn is sampled as a whole from all tokens before it."""
-    dump(episode, io.StringIO(), renderer.readable)
+    json.dumps(episode_record(episode, renderer.readable))
     for agent in [episode.main, *episode.subagents]:
         check_trajectory(agent, renderer)
         assert all(all(agent.mask[start:end]) for start, end in agent.turns)
@@ -167,7 +165,7 @@ The frames are only a sample. If they do not show enough, call tools before you 
 @pytest.mark.parametrize("way", ["table", "own"])
 def test_a_row_is_told_what_is_so(renderer, way):
     """Past bug: rows that show bare images and return frames had a prompt about times and reports."""
-    cfg = config.load(EvalConfig, ROWS_FILE, ["row=paravt_8b", f"way={way}"], pick)
+    cfg = rows.load(EvalConfig, ROWS_FILE, ["row=paravt_8b", f"way={way}"])
     own = cfg.visual is None  # as trained: stamps and reports
     reports = ["a cat" + END] * 2 if own else []
     reader = Renderer(renderer.tokenizer, cfg.visual or VisualContract())

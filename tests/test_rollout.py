@@ -15,10 +15,11 @@ from scripts import wait_for
 from tiny import CONTRACT
 
 import rollout
-from episode import Episode, Task, dump
+from episode import Episode, Task, episode_record
 from rollout import NO_CALLS_LEFT, AgentContext, RolloutConfig, SubagentConfig, overview, render_prompt
 from runtime import dataset
 from runtime.engine import EngineError
+from runtime.lines import append_line
 from runtime.render import IMAGE_PAD
 from runtime.video import VideoError
 from runtime.visual import ContractError
@@ -452,19 +453,17 @@ def test_a_dumped_episode_comes_back_whole(renderer, tmp_path, tool_return):
     [episode] = play(renderer, said, tool_return=tool_return)
     episode.main.structural = [*episode.main.mask]  # as scoring fills it
     path = tmp_path / "episodes.jsonl"
-    with open(path, "w") as file:
-        dump(episode, file, renderer.readable)
-        dump(episode, file, renderer.readable)
+    append_line(path, episode_record(episode, renderer.readable))
+    append_line(path, episode_record(episode, renderer.readable))
     text = json.loads(path.read_text().splitlines()[0])["main"]["text"]  # the readable text
     assert "y</think>" in text and text.count(IMAGE_PAD) == sum(map(len, episode.main.clips))
     again, episodes = tmp_path / "again.jsonl", load_episodes(path)
     assert episodes[0].main.prompt is episodes[1].main.prompt
-    with open(again, "w") as file:
-        for loaded in episodes:
-            dump(loaded, file, renderer.readable)
-            decode_frames(loaded, MemoryVideos(), CONTRACT)
-            for ours, theirs in zip([episode.main, *episode.subagents], [loaded.main, *loaded.subagents], strict=True):
-                assert all((a.pixels == b.pixels).all() for a, b in zip(ours.clips, theirs.clips, strict=True))
+    for loaded in episodes:
+        append_line(again, episode_record(loaded, renderer.readable))
+        decode_frames(loaded, MemoryVideos(), CONTRACT)
+        for ours, theirs in zip([episode.main, *episode.subagents], [loaded.main, *loaded.subagents], strict=True):
+            assert all((a.pixels == b.pixels).all() for a, b in zip(ours.clips, theirs.clips, strict=True))
     assert again.read_text() == path.read_text()
     with pytest.raises(VideoError, match="its frame times differ"):
         decode_frames(loaded, MemoryVideos(fps=3.0), CONTRACT)

@@ -5,7 +5,8 @@ import re
 import pytest
 
 from eval import EvalConfig, main, with_names
-from evals.rows import ROWS_FILE, pick
+from evals import rows
+from evals.rows import ROWS_FILE
 from evals.tables import read_published
 from runtime import config
 from runtime.dataset import DataError
@@ -17,7 +18,7 @@ TWO_WAYS = [row for row in ROWS if row not in ONE_WAY]
 
 
 def load(*words: str, path=ROWS_FILE) -> EvalConfig:
-    return config.load(EvalConfig, path, words, pick)
+    return rows.load(EvalConfig, path, words)
 
 
 @pytest.mark.parametrize("row", TWO_WAYS)
