@@ -148,7 +148,7 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
         if value is False and "off" in args:  # YAML reads a bare `off` as false
             value = "off"
         if value not in args or isinstance(value, bool):  # True is 1
-            raise ConfigError(f"{setting}: must be one of {', '.join(map(repr, args))}")
+            raise ConfigError(f"{setting}: {suggest(str(value), list(map(str, args)))}")
         return value
 
     # a list

@@ -90,8 +90,8 @@ def typed(desk, monkeypatch, capsys):
 
 MISTAKES = [  # the page has more
     # the command line and YAML
-    ("an unknown tool", f"{SFT} tools=[crop]", "tools[0] = 'crop': must be one of 'crop_video'"),
-    ("a kind of token that is none", f"{SFT} 'kind_weights={{color: 1}}'", "kind_weights = 'color': must be one of 'prose', 'arguments', 'untagged_answer', 'answer', 'structure'"),
+    ("an unknown tool", f"{SFT} tools=[crop]", "tools[0] = 'crop': did you mean crop_video?"),
+    ("a kind of token that is none", f"{SFT} 'kind_weights={{color: 1}}'", "kind_weights = 'color': choose from prose, arguments, untagged_answer, answer, structure"),
     # checkpoints
     ("any folder", f"{SFT} policy.checkpoint=holiday", "holiday has no config.json: it is no checkpoint; a training leaves its own in RUN/model"),
     ("another script's run", f"{SFT} run=other", "other is of another script, or of another version of this code (other/config.yaml: group_size: unknown key"),
@@ -120,7 +120,7 @@ MISTAKES = [  # the page has more
     ("an evaluation's way of reading answers", f"{RL} reward.untagged_answer=prose", "untagged_answer = 'prose' is for evaluation"),
     ("a judge without an address", f"{RL} reward.open_answer=judge", "open_answer = 'judge' needs judge.url and judge.model"),
     # evaluation, report, asking
-    ("an unknown split", f"{EVAL} 'splits={{toyy: toy_data}}'", "splits = 'toyy': must be one of 'videomme', "),
+    ("an unknown split", f"{EVAL} 'splits={{toyy: toy_data}}'", "splits = 'toyy': did you mean toy?"),
     ("no such video", 'study/ask.py "Why?" --model toy_data/model --video gone.mp4', "gone.mp4: cannot be opened"),
     ("bf16 without a GPU", f"{SFT} policy.dtype=bf16", "policy.dtype = 'bf16': training in bf16"),
 ]  # fmt: skip
