@@ -90,7 +90,7 @@ def typed(desk, monkeypatch, capsys):
 
 MISTAKES = [  # the page has more
     # the command line and YAML
-    ("an unknown tool", f"{SFT} tools=[crop]", "tools[0] = 'crop': did you mean crop_video?"),
+    ("an unknown tool", f"{SFT} tools=[crop]", "tools[0] = 'crop': choose from crop_video"),
     ("a kind of token that is none", f"{SFT} 'kind_weights={{color: 1}}'", "kind_weights = 'color': choose from prose, arguments, untagged_answer, answer, structure"),
     # checkpoints
     ("any folder", f"{SFT} policy.checkpoint=holiday", "holiday has no config.json: it is no checkpoint; a training leaves its own in RUN/model"),
