@@ -93,7 +93,7 @@ CALL_ERRORS = ("unparseable", "unknown_tool", "bad_arguments", "over_limit", "ti
 
 @dataclass(frozen=True)
 class Call:
-    """One tool call of the main agent. The rollout adds the fields from `text` on, unless it could not be parsed."""
+    """One tool call of the main agent. The rollout adds the fields from `text` on, unless the call could not be parsed."""
 
     turn: int  # the assistant's turn that makes the call; 0 is the first
     name: str  # name and arguments are as the model wrote them
@@ -103,7 +103,9 @@ class Call:
     window: tuple[float, float] | None = None  # seconds, after clamping
     seconds: float = 0.0  # wall-clock, including the sub-agent's report
     subagent: Trajectory | None = None  # the sub-agent that answered
-    frames: list[Clip] = field(default_factory=list, compare=False)  # that the main agent itself sees; not in records
+    clips: list[Clip] = field(
+        default_factory=list, compare=False
+    )  # frames that the main agent itself sees; not in records
 
 
 @dataclass
@@ -113,7 +115,7 @@ class Episode:
     task: Task
     k: int  # requested overview frames; a shorter video has fewer
     main: Trajectory
-    calls: list[Call] = field(default_factory=list)  # in call order: those whose results it read
+    calls: list[Call] = field(default_factory=list)  # in call order; the main agent has read their results
     seed: int = 0
     seconds: float = 0.0  # wall-clock
     # "" if it ran, else RowError, VideoError, EngineError, Refusal (of an API), Stopped or JudgeError
@@ -185,7 +187,7 @@ def episode_record(episode: Episode, readable: Callable[[list[int]], str]) -> di
     calls = []
     for call in episode.calls:
         called = vars(call) | {"subagent": call.subagent and trajectory_record(call.subagent, readable)}
-        del called["frames"]
+        del called["clips"]
         calls.append(called)
     main = trajectory_record(episode.main, readable)
     return vars(episode) | {"task": vars(episode.task), "main": main, "calls": calls}

@@ -105,7 +105,9 @@ class RLConfig(RunConfig):
         if subagents.train and subagents.temperature != temperature:
             raise ValueError(f"rollout.subagents.train needs rollout.subagents.temperature = {temperature}")
         if 0 in (*self.choices_of_k, *self.val_frames):
-            raise ValueError("K = 0: an overview has at least 1 frame; gating = [] is off")
+            raise ValueError(
+                "gating, val_frames or visual.overview_frames is 0: an overview has at least 1 frame; gating = [] is off"
+            )
 
     @property
     def think_prefix(self) -> bool:
@@ -461,7 +463,7 @@ def plan_rl(cfg: RLConfig, gpus: int) -> list[Plan]:
 def check_row(
     row: dict, name: str, root: Path, cfg: RLConfig, renderer: Renderer, videos: Videos
 ) -> tuple[int, list[str]]:
-    """Return the length of a row's prompt with the most frames that a run shows. Nothing is odd about a row."""
+    """Return the length of a row's prompt at the largest K, and no oddities: RL looks for none."""
     context = AgentContext(None, renderer, videos, cfg.rollout)
     return len(render_prompt(parse_task(row, name, root), max(cfg.choices_of_k), context).ids), []
 

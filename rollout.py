@@ -124,7 +124,7 @@ class Flow:
     """How a model converses: its turns, its calls and the replies. agent_flow is our agent's; evals/protocols.py has others."""
 
     rounds: int  # turns that may call tools; one more turn answers
-    calls_per_turn: int  # that run; further calls get an error text
+    calls_per_turn: int  # how many run; further calls get an error text
     find_calls: Callable[[str, int], list[Call]]  # (text of a turn, its number) -> its calls
     # Run a call, with a seed, and return it with its outcome. It may raise a ToolError or a VideoError.
     use_tool: Callable[[AgentContext, Episode, Call, int], Call]
@@ -352,7 +352,7 @@ def run_call(context: AgentContext, flow: Flow, episode: Episode, call: Call, se
 
 
 def look_closely(context: AgentContext, episode: Episode, call: Call, seed: int) -> Call:
-    """Run the tool. A sub-agent looks at the frames that it returns, or with `tool_return: frames`, the main agent."""
+    """Run the tool, and let a sub-agent look at its frames. With `tool_return: frames`, the main agent sees them itself."""
     result = run_tool(call, episode.task, context.cfg.tools, context.videos, context.renderer.contract)
     if isinstance(result, str):
         return replace(call, text=result)
@@ -361,7 +361,7 @@ def look_closely(context: AgentContext, episode: Episode, call: Call, seed: int)
     if context.cfg.tool_return == "frames":
         start, end = result.window
         text = f"{len(result.frames)} frames from {start:.1f} s to {end:.1f} s"
-        return replace(call, text=text, frames=[result.frames])
+        return replace(call, text=text, clips=[result.frames])
     try:
         subagent, report = ask_subagent(context, result, seed)
     except EngineError as problem:
@@ -401,7 +401,7 @@ def subagent_prompt(context: AgentContext, clip: ClipForSubagent) -> Prompt:
 
 def report_all(calls: list[Call], last: bool) -> list[list]:
     """Answer each call by its frames, if it has any, and its text."""
-    contents = [[*call.frames, call.text] for call in calls]
+    contents = [[*call.clips, call.text] for call in calls]
     if last:
         contents[-1].append(f"\n{NO_CALLS_LEFT}")
     return contents

@@ -1,9 +1,9 @@
-"""results.py: the result files of eval.py: read, resume and append them.
+"""results.py: read the result files of eval.py, and find what is left to ask.
 
     results = read_results(path)                        # one file; its name says split, K and arm
     read_runs(["runs/eval/a", ...])                     # all files of several runs, for one table
     kept, dropped, left = resume(path, items, whole)    # the records to keep, how many to drop, and the items to ask
-    write_lines(path, kept)                             # of lines.py; then `append_line` adds one at a time
+    write_lines(path, kept)                             # of lines.py, whose `append_line` then adds one at a time
 
 RUN/SPLIT-K64-ARM.jsonl has one line per item. RUN/config.yaml has the name of the model's row, and RUN/run.json has the sizes of
 the splits. `folder.refuse_other_run` refuses to add answers that were given under other settings.

@@ -294,8 +294,8 @@ def rates(records: Sequence[dict]) -> dict[str, float]:
 
 
 def per_item(records: Sequence[dict]) -> dict[str, float]:
-    """Return means over items. A figure is NaN if a record lacks it. Only our own agent has a format, f and well_formed. Its failed
-    items have none and count 0."""
+    """Return means over items. Only our own agent has f and well_formed; its failed items count 0. A figure that a record lacks is
+    NaN."""
     no_format = 0.0 if any("f" in record for record in records) else math.nan
     columns = defaultdict(list)
     for record in records:

@@ -145,7 +145,7 @@ class EngineConfig:
     max_context: int = 32_768
     """Longest trajectory, in tokens."""
     concurrency: int | None = 256
-    """Episodes that run at once on each rank. null, in evaluation only: 32 per GPU of `server_gpus`, and at least 32."""
+    """Episodes that run at once on each rank. null, in evaluation only: 32 per GPU of `server_gpus`; without servers, 32."""
     max_batch_tokens: int = 131_072
     """For the model in this process: the most rows * length of a batch. It bounds the memory of the KV cache."""
 

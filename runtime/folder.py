@@ -4,7 +4,7 @@
     with hold_folder(cfg, source):              # lock it, and make sure that all nodes see it
         save_run(cfg, cfg.run)                  # config.yaml and run.json
 
-The lock is the only file that is written before a run has loaded its weights.
+Until the weights are loaded, a run writes only the lock and, with servers, their logs.
 """
 
 import contextlib
@@ -54,8 +54,7 @@ MAY_GROW = {"splits", "frames", "arms", "limit"}
 
 
 def require_folder(cfg: Any, checkpoint: str = "") -> None:
-    """Refuse a run's folder that holds another run or the checkpoint that the run starts from, or whose name a shell would have
-    expanded."""
+    """Refuse a run's folder that holds another run or this run's starting checkpoint, or whose name a shell would have expanded."""
     if cfg.run.startswith("~") or "$" in cfg.run:
         raise ConfigError(f"run = {cfg.run!r}: write the whole path, because nothing expands ~ and $ in it")
     if checkpoint:
@@ -122,7 +121,8 @@ def refuse_other_weights(run: Path, source: Path, setting: str) -> None:
 
 @contextlib.contextmanager
 def hold_folder(cfg: Any, source: Path) -> Iterator[None]:
-    """Lock the folder for the length of the block. Refuse a folder that another process holds, and nodes that see another one."""
+    """Lock the folder for the length of the block. Refuse a folder that another process holds, and
+    nodes that see different folders."""
     with contextlib.ExitStack() as held:
         if rank() == 0:
             held.enter_context(only_run_in(Path(cfg.run)))

@@ -51,7 +51,7 @@ def open_engine(
     frames: Path | None = None,
     api: Api | None = None,
 ) -> Engine:
-    """Open the engine that the settings ask for (without null: for_this_machine). `logs` and `frames`: folders of the servers'
+    """Open the engine that the settings ask for; for_this_machine has replaced null. `logs` and `frames`: folders of the servers'
     logs, and of the frames that they read."""
     if api and api.url:  # an API's model
         return OpenAI(api, renderer)

@@ -4,8 +4,8 @@
     plan.show(gpu_gib=80)               # prints a row per use of memory and the sum
     plan.require_room(gpu_gib=80)       # refuses a model whose weights and optimizer state alone do not fit
 
-`sft.plan_sft` and `rl.plan_rl` plan a run; its `--dry-run` prints the plan. The estimates are for FSDP2 with bf16 computation and
-fp32 master weights.
+sft.py plans with `plan_training`, RL with `rl.plan_rl`. Both print the plan when they start on a GPU, and in a dry run. The
+estimates are for FSDP2 with bf16 computation and fp32 master weights.
 """
 
 import functools

@@ -200,7 +200,7 @@ class Run:
             self.metrics = Metrics(cfg, name, self.steps_done, shown)
 
     def is_time(self, step: int, every: int) -> bool:
-        """Return whether what happens every so many steps (0: never), and after the last one, happens after this step."""
+        """Return whether something is due after this step: every so many steps (0: never) and after the last one."""
         return step + 1 == self.cfg.steps or (every > 0 and (step + 1) % every == 0)
 
     def log(self, step: int, measured: dict[str, float]) -> None:

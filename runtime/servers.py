@@ -51,7 +51,7 @@ class Server:
 
     @property
     def exited(self) -> bool:
-        """Whether it is ours and its process has ended."""
+        """We started it, and its process has ended."""
         return self.process is not None and self.process.poll() is not None
 
 
