@@ -157,6 +157,8 @@ def _read_part(part: dict, root: Path) -> str | Media:
     nframes, start, end = options.get("nframes"), options.get("video_start"), options.get("video_end")
     if (start is None) != (end is None) or (start is not None and not -math.inf < start < end < math.inf):
         raise RowError(f"{path}: video_start = {start}, video_end = {end}: must be seconds, with start before end")
+    if nframes is not None and not (isinstance(nframes, int) and nframes > 0):
+        raise RowError(f"{path}: nframes = {nframes!r}: must be a whole number above 0")
     return Media(path, nframes, start, end, still=keys[0].startswith("image"))
 
 

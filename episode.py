@@ -103,9 +103,8 @@ class Call:
     window: tuple[float, float] | None = None  # seconds, after clamping
     seconds: float = 0.0  # wall-clock, including the sub-agent's report
     subagent: Trajectory | None = None  # the sub-agent that answered
-    clips: list[Clip] = field(
-        default_factory=list, compare=False
-    )  # frames that the main agent itself sees; not in records
+    # Frames that the main agent itself sees. Not in records.
+    clips: list[Clip] = field(default_factory=list, compare=False)
 
 
 @dataclass

@@ -90,8 +90,10 @@ class EvalConfig:
     """Video decoder processes."""
 
     def __post_init__(self):
-        if 0 in self.frames:
-            raise ValueError(f"frames = {list(self.frames)}: an overview has at least 1 frame")
+        if not self.agentic and self.arms != ("parallel",):
+            raise ValueError(f"arms = {list(self.arms)}: only the protocol 'agent' has arms; leave the default")
+        if not self.frames or not self.arms or 0 in self.frames:
+            raise ValueError("frames and arms: each needs at least one value, and an overview has at least 1 frame")
         if self.rollout.dispatch != "parallel":
             raise ValueError(f"rollout.dispatch = {self.rollout.dispatch!r}: set `arms` instead")
         if self.api.url and self.agentic and (self.rollout.think_prefix is not False or "sequential" in self.arms):
@@ -200,7 +202,7 @@ def main(cfg: EvalConfig, dry: bool = False) -> int:
         with (
             hold_folder(cfg, folder),
             contextlib.closing(open_engine(folder, renderer, rollout, logs, api=cfg.api)) as engine,
-            Videos(cfg.decoders) as videos,
+            Videos(max(1, cfg.decoders)) as videos,
         ):
             save_with_sizes(cfg, folder)
             for job in jobs:

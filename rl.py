@@ -463,7 +463,7 @@ def plan_rl(cfg: RLConfig, gpus: int) -> list[Plan]:
 def check_row(
     row: dict, name: str, root: Path, cfg: RLConfig, renderer: Renderer, videos: Videos
 ) -> tuple[int, list[str]]:
-    """Return the length of a row's prompt at the largest K, and no oddities: RL looks for none."""
+    """Return the length of a row's prompt at the largest K, and no oddities."""
     context = AgentContext(None, renderer, videos, cfg.rollout)
     return len(render_prompt(parse_task(row, name, root), max(cfg.choices_of_k), context).ids), []
 

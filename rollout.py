@@ -86,8 +86,9 @@ class RolloutConfig(EngineConfig):
         super().__post_init__()
         if self.dispatch != "none" and not self.tools:
             raise ValueError("tools = []: use `dispatch: none` for an agent without tools")
-        if self.call_timeout == 0:
-            raise ValueError("call_timeout = 0: every call would be given up at once; set a larger number")
+        for name in ("max_new_tokens", "call_timeout"):  # with 0, no turn has a token, and every call is given up
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name} = 0: set a larger number")
 
 
 @dataclass(frozen=True)

@@ -270,7 +270,7 @@ class Batches:
         """Read this rank's share of a step's rows and pack it. Unusable rows are counted and left out."""
         # Encode the rows in threads.
         draws = self.dataset.batch(step, size or self.cfg.batch_rows, rank(), world_size())
-        results = map_in_threads(self.try_to_encode, [draw.item for draw in draws], at_once=2 * self.cfg.decoders)
+        results = map_in_threads(self.try_to_encode, [draw.item for draw in draws], at_once=2 * self.cfg.workers)
         rows, kinds_of_rows = [], []
         for draw, (row, reason) in zip(draws, results):
             if row is None:

@@ -51,15 +51,12 @@ class Results:
 
 def read_results(path: Path) -> Results:
     """Read a file of results, without the name and total that its run knows."""
-    records = []
-    try:
-        for record in read_lines(path):
-            if not isinstance(record, dict) or not record.keys() >= set(RECORD):
-                raise ValueError("a field is missing")
-            records.append(record)
-    except ValueError:
-        advice = "delete the line if it is damaged, or the folder if an older version of this code wrote it"
-        raise DataError(f"{path}: line {len(records) + 1} is no result: {advice}, and run again") from None
+    records = list(read_lines(path))
+    for number, record in enumerate(records, start=1):
+        if not isinstance(record, dict) or not record.keys() >= set(RECORD):
+            raise DataError(
+                f"{path}: line {number} is no result of this version of the code: delete the folder, and run again"
+            )
     split, k, arm = path.stem.rsplit("-", 2)
     return Results(split, int(k.removeprefix("K")), arm, records)
 

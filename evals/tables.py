@@ -30,7 +30,7 @@ import numpy as np
 
 from evals.benchmarks import headline
 from evals.results import Results, read_run, read_runs
-from runtime.config import ConfigError, read_tree, suggest
+from runtime.config import UserError, read_tree, suggest
 from runtime.dataset import DataError
 from runtime.lines import read_lines
 
@@ -173,7 +173,9 @@ def breakdown_table(all_results: Sequence[Results], by: str) -> str:
         for value, records in sorted(parts.items()):
             score = replace(results, records=records).score()
             rows.append(first_cells(results) | {by: value, "items": len(records), "score": f"{score:.1f}"})
-    return markdown(f"### By {by}", [*first_cells(all_results[0]), by, "items", "score"], rows)
+    if not rows:
+        raise DataError(f"--by {by}: no record has that field; those of VideoMME have duration")
+    return markdown(f"### By {by}", list(rows[0]), rows)
 
 
 # ------------------------------------------------------------------------------------------------ the ablation tables
@@ -197,6 +199,7 @@ def ablation_tables(trainings: str, evaluations: str) -> str:
     published = read_published()["ablations"]
     splits = published["columns"][2:]
     tables = []
+    measured = False
     for block, title in TITLES.items():
         rows = []
         header = ["row", "", "steps", *METRICS, *splits]
@@ -205,8 +208,11 @@ def ablation_tables(trainings: str, evaluations: str) -> str:
             paper = dict(zip(("f_release", "kappa", *splits), row["scores"]))
             rows.append({"row": row["name"], "": "ours"} | ours)
             rows.append({"row": row["name"], "": "paper"} | paper)
+            measured |= bool(ours)
             header += [column for column in ours if column not in header]  # other splits, other K
         tables.append(markdown(f"### {title}", header, rows))
+    if not measured:
+        raise DataError(f"nothing at {trainings} or {evaluations}, with NAME = grpo, paragrpo, ...: train first")
     return "\n\n".join(tables) + ABLATION_LEGEND
 
 
@@ -359,6 +365,6 @@ def main(arguments: Sequence[str]) -> None:
             text = all_tables(args.runs, args.baseline, args.by)
         else:
             text = ablation_tables(args.trainings, args.evaluations)
-    except (ConfigError, DataError) as error:
+    except UserError as error:
         sys.exit(f"error: {error}")
     print(text)

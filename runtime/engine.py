@@ -151,7 +151,7 @@ class EngineConfig:
 
     def __post_init__(self):
         gpus, size = list(self.server_gpus or ()), self.tensor_parallel
-        if len(gpus) % size:
+        if not size or len(gpus) % size:
             raise ConfigError(  # also raised after the YAML is read, for the GPUs that replace null
                 f"server_gpus = {gpus} cannot be divided into servers of tensor_parallel = {size}: give a multiple of it"
             )

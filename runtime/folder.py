@@ -71,9 +71,8 @@ def refuse_other_run(cfg: Any) -> None:
     try:  # a setting that is newer than the run had its default value there
         before = load(type(cfg), run / "config.yaml")
     except ConfigError as error:
-        raise ConfigError(
-            f"{run} is of another script, or of another version of this code ({error}): {advice}"
-        ) from None
+        rule = "choose another `run`, or resume with the commit in its run.json"
+        raise ConfigError(f"{run} is of another script, or of another version of this code ({error}): {rule}") from None
     changed = []
     allowed = []
     for key, text in differences(comparable(before), comparable(cfg)).items():

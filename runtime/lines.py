@@ -5,7 +5,7 @@
     for record in read_lines(path): ...        # also while a run appends
 
 These are RUN/metrics.jsonl, the results of an evaluation, and the records of episodes. A user's data files have their own reader
-in dataset.py, because there a last line without a line break is a row. This file imports nothing of ours, so every file may
+in dataset.py, because there a last line without a line break is a row. This file imports only config.py, so every other file may
 import it.
 """
 
@@ -15,14 +15,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from runtime.config import UserError
+
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a file. A last line without a line break is still being written, or was cut off by a kill: leave it
-    out. A damaged line is a ValueError."""
+    out."""
     with path.open("rb") as file:
-        for line in file:
+        for number, line in enumerate(file, start=1):
             if line.endswith(b"\n"):
-                yield json.loads(line)
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    raise UserError(f"{path}: line {number} is damaged: delete it, and run again") from None
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:

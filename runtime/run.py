@@ -40,7 +40,7 @@ from runtime.distributed import gather, local_size, peak_memory, print0, rank, w
 from runtime.folder import refuse_other_weights, save_run
 from runtime.lines import append_line, read_lines, write_lines
 from runtime.plan import GIB, Plan, PlanConfig, count, meta_policy
-from runtime.policy import Policy, PolicyConfig, dtype_of
+from runtime.policy import Policy, PolicyConfig
 from runtime.prompts import OURS, Prompts
 from runtime.visual import VisualContract
 
@@ -61,8 +61,10 @@ class OptimConfig:
     max_grad_norm: float = 1.0
 
     def __post_init__(self):
-        if self.lr == 0 or self.max_grad_norm == 0 or self.warmup >= 1:  # it would learn nothing, without an error
-            raise ValueError(f"{self}: needs lr > 0, max_grad_norm > 0 and warmup < 1")
+        # With the first three it would learn nothing, without an error. torch refuses the betas late and without their name.
+        betas = len(self.betas) == 2 and max(self.betas) < 1
+        if self.lr == 0 or self.max_grad_norm == 0 or self.warmup >= 1 or not betas:
+            raise ValueError(f"{self}: needs lr > 0, max_grad_norm > 0, warmup < 1 and two betas below 1")
 
 
 def make_optimizer(policy: Policy, cfg: OptimConfig) -> torch.optim.AdamW:
@@ -171,7 +173,6 @@ def require_weights(cfg: RunConfig, source: Path) -> None:
     """Refuse weights that cannot be trained here, and a resumed run that began with others: its reference and its frozen tower
     would be new, and its text model old."""
     read_config(source)  # refuses other families
-    dtype_of(cfg.policy)  # refuses bf16 without a GPU
     refuse_quantized(source)
     if saved_step(Path(cfg.run) / "state"):
         refuse_other_weights(Path(cfg.run), source, f"policy.checkpoint = {cfg.policy.checkpoint!r}")

@@ -33,8 +33,7 @@ from evals.tables import per_item
 from grpo import token_advantages
 from rewards import Anchor, turn_texts
 from runtime.answers import final_answer
-from runtime.config import ConfigError, read_tree
-from runtime.dataset import DataError
+from runtime.config import ConfigError, UserError, read_tree
 from runtime.lines import read_lines
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import Clip, SizeRule, VideoError, Videos, uniform_indices
@@ -400,7 +399,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         runs = [read_run_data(path, args.model) for path in args.runs]
-    except (ConfigError, DataError) as error:
+    except UserError as error:
         sys.exit(f"error: {error}")
     runs.sort(key=lambda run: [*LINES, run.name].index(run.name))  # in the order of LINES; others come last
     out = args.out or args.runs[0].resolve().parent / "report.html"

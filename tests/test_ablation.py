@@ -74,10 +74,16 @@ def test_the_toys_ablation_prints_beside_the_papers(toy, capsys):
     assert "kappa" not in cells(dispatch, "parallel") and cells(dispatch, "sequential", "paper")["lvbench"] == "37.5"
 
 
-def test_a_place_that_is_the_same_for_all_rows_is_refused():
-    told = "error: runs/toy: write NAME where the rows' names differ, as in runs/NAME_8b"
-    with pytest.raises(SystemExit, match=told):
-        tables.main(["ablation", "runs/toy", "runs/eval/NAME"])
+def test_a_place_without_runs_is_refused(tmp_path):
+    for words, told in (
+        (
+            [f"{tmp_path}/NAME", f"{tmp_path}/eval/NAME"],
+            f"nothing at {tmp_path}/NAME or {tmp_path}/eval/NAME, with NAME = grpo",
+        ),
+        (["runs/toy", "runs/eval/NAME"], "runs/toy: write NAME where the rows' names differ, as in runs/NAME_8b"),
+    ):
+        with pytest.raises(SystemExit, match=f"error: {told}"):
+            tables.main(["ablation", *words])
 
 
 # ------------------------------------------------------------------------------------------------ docs/node.md

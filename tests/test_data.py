@@ -175,6 +175,7 @@ ASKED = [{"role": "user", "content": "q"}, SAID]
     [
         ("{", "messages is not JSON"),
         (None, "TypeError: 'NoneType' object is not iterable"),
+        ([user(__file__, nframes=0)], "nframes = 0: must be a whole number above 0"),
         ([SAID], "must start with the user"),
         ([*ASKED, ASKED[1]], "two of the assistant cannot follow each other"),
         ([{"role": "user", "content": "q"}, {"role": "critic", "content": "a"}], "role 'critic'"),

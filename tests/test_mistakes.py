@@ -109,9 +109,11 @@ MISTAKES = [  # the page has more
     ("rows of another script", f"{SFT} 'data.sources=[{{path: toy_data/rl.parquet}}]'", "an SFT row needs the field `messages`; this one has prompt"),
     ("a column of another name", f"{RL} 'data.sources=[{{path: mine/rows.jsonl}}]'", "`videos` names no video; the row has video, prompt"),
     # settings with which nothing would be learned
-    ("a gradient clipped to nothing", f"{SFT} --dry-run optim.max_grad_norm=0", "max_grad_norm=0.0): needs lr > 0, max_grad_norm > 0 and warmup < 1"),
+    ("a gradient clipped to nothing", f"{SFT} --dry-run optim.max_grad_norm=0", "max_grad_norm=0.0): needs lr > 0, max_grad_norm > 0, warmup < 1 and two betas below 1"),
     ("no token below the cap", f"{RL} --dry-run grpo.behaviour_cap=0", "behaviour_cap = 0: every token would be masked"),
-    ("calls without time", f"{RL} --dry-run rollout.call_timeout=0", "call_timeout = 0: every call would be given up at once"),
+    ("calls without time", f"{RL} --dry-run rollout.call_timeout=0", "call_timeout = 0: set a larger number"),
+    ("turns without tokens", f"{RL} --dry-run rollout.max_new_tokens=0", "max_new_tokens = 0: set a larger number"),
+    ("AdamW's betas", f"{SFT} --dry-run 'optim.betas=[1.5, 0.9]'", "warmup < 1 and two betas below 1"),
     # RL
     ("greedy sampling", f"{RL} rollout.temperature=0", "all episodes of a group would be the same; set it above 0"),
     ("a file as run", f"{SFT} run=notes.txt/run", "Not a directory: 'notes.txt/run'"),
@@ -122,7 +124,6 @@ MISTAKES = [  # the page has more
     # evaluation, report, asking
     ("an unknown split", f"{EVAL} 'splits={{toyy: toy_data}}'", "splits = 'toyy': did you mean toy?"),
     ("no such video", 'study/ask.py "Why?" --model toy_data/model --video gone.mp4', "gone.mp4: cannot be opened"),
-    ("bf16 without a GPU", f"{SFT} policy.dtype=bf16", "policy.dtype = 'bf16': training in bf16"),
 ]  # fmt: skip
 
 
@@ -133,6 +134,11 @@ def test_a_mistake_is_answered_with_what_to_do_and_leaves_nothing_behind(desk, t
     status, told = typed(command + " run=run" * trains)
     assert status and says in told and "Traceback" not in told
     assert set(desk.rglob("*")) == before
+
+
+def test_bf16_needs_a_gpu_in_the_run_but_not_in_its_dry_run(desk, typed):
+    assert "policy.dtype = 'bf16': training in bf16" in typed(f"{SFT} policy.dtype=bf16 run=bf16")[1]
+    assert typed(f"{SFT} policy.dtype=bf16 run=bf16 --dry-run")[1].endswith("ready: bf16\n")
 
 
 def test_a_dry_run_shows_memory_then_its_checks_and_ends_at_the_first_fault(desk, typed):
