@@ -2,11 +2,11 @@
 
     Task -> Prompt -> Trajectory (an agent's tokens) -> Episode (main agent, sub-agents, calls) -> Group (G episodes, one K)
 
-    keep_episodes(groups, renderer.readable, path)                 # one line of JSON per episode; `dump` writes one
-    episodes_of(lines)                                             # episodes again; their clips have times, but no pixels
+    keep_episodes(groups, renderer.readable, path)                 # a line of JSON per episode: its `episode_record`
+    episodes_of(read_lines(path))                                  # episodes again; their clips have times, but no pixels
 
 rl.py and eval.py write episodes to RUN/episodes/, and `study.ask --trace` to a file. `study.report` shows them. This file
-imports only Clip, so every file may import it but runtime/video.py.
+imports only Clip and the writer of lines, so every file may import it but runtime/video.py.
 
 Deliberately missing: pixels in the records, and reading the records of another version of this code.
 """
@@ -16,10 +16,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
+from runtime.lines import write_lines
 from runtime.video import Clip
 
 # ------------------------------------------------------------------------------------------------ data types
@@ -92,7 +93,7 @@ CALL_ERRORS = ("unparseable", "unknown_tool", "bad_arguments", "over_limit", "ti
 
 @dataclass(frozen=True)
 class Call:
-    """One tool call of the main agent. The rollout adds the fields from `text` on, unless it could not be parsed."""
+    """One tool call of the main agent. The rollout adds the fields from `text` on, unless the call could not be parsed."""
 
     turn: int  # the assistant's turn that makes the call; 0 is the first
     name: str  # name and arguments are as the model wrote them
@@ -102,7 +103,8 @@ class Call:
     window: tuple[float, float] | None = None  # seconds, after clamping
     seconds: float = 0.0  # wall-clock, including the sub-agent's report
     subagent: Trajectory | None = None  # the sub-agent that answered
-    frames: list[Clip] = field(default_factory=list, compare=False)  # that the main agent itself sees; not in records
+    # Frames that the main agent itself sees. Not in records.
+    clips: list[Clip] = field(default_factory=list, compare=False)
 
 
 @dataclass
@@ -112,7 +114,7 @@ class Episode:
     task: Task
     k: int  # requested overview frames; a shorter video has fewer
     main: Trajectory
-    calls: list[Call] = field(default_factory=list)  # in call order: those whose results it read
+    calls: list[Call] = field(default_factory=list)  # in call order; the main agent has read their results
     seed: int = 0
     seconds: float = 0.0  # wall-clock
     # "" if it ran, else RowError, VideoError, EngineError, Refusal (of an API), Stopped or JudgeError
@@ -178,20 +180,19 @@ class Group:
 NO_PIXELS = np.zeros((0, 0, 0, 3), np.uint8)
 
 
-def dump(episode: Episode, file: TextIO, readable: Callable[[list[int]], str]) -> None:
-    """Write an episode as one line of JSON: exact ids, their text, and the times of its frames, but no pixels.
-    `readable(ids)` returns the text."""
+def episode_record(episode: Episode, readable: Callable[[list[int]], str]) -> dict[str, Any]:
+    """Return the record of an episode: exact ids, their text, and the times of its frames, but no pixels. `readable(ids)` returns
+    the text."""
     calls = []
     for call in episode.calls:
-        called = vars(call) | {"subagent": call.subagent and record_of(call.subagent, readable)}
-        del called["frames"]
+        called = vars(call) | {"subagent": call.subagent and trajectory_record(call.subagent, readable)}
+        del called["clips"]
         calls.append(called)
-    record = vars(episode) | {"task": vars(episode.task), "main": record_of(episode.main, readable), "calls": calls}
-    file.write(json.dumps(record) + "\n")
-    file.flush()
+    main = trajectory_record(episode.main, readable)
+    return vars(episode) | {"task": vars(episode.task), "main": main, "calls": calls}
 
 
-def record_of(trajectory: Trajectory, readable: Callable[[list[int]], str]) -> dict:
+def trajectory_record(trajectory: Trajectory, readable: Callable[[list[int]], str]) -> dict[str, Any]:
     prompt = {"ids": trajectory.prompt.ids, "clips": [clip.times for clip in trajectory.prompt.clips]}
     call_clips = [clip.times for clip in trajectory.call_clips]
     text = readable(trajectory.all_ids)
@@ -203,20 +204,21 @@ def record_of(trajectory: Trajectory, readable: Callable[[list[int]], str]) -> d
 def keep_episodes(groups: Sequence[Group], readable: Callable[[list[int]], str], path: Path) -> None:
     """Write all episodes of the groups to a new file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
-        for group in groups:
-            for episode in group.episodes:
-                dump(episode, file, readable)
+    records = []
+    for group in groups:
+        for episode in group.episodes:
+            records.append(episode_record(episode, readable))
+    write_lines(path, records)
 
 
-def episodes_of(lines: Iterable[str | bytes]) -> list[Episode]:
+def episodes_of(records: Iterable[dict[str, Any]]) -> list[Episode]:
     """Rebuild the episodes of a file of records. Equal prompts become one object again."""
     prompts: dict[str, Prompt] = {}
-    return [episode_of(json.loads(line), prompts) for line in lines]
+    return [episode_of(record, prompts) for record in records]
 
 
 def episode_of(record: dict, prompts: dict[str, Prompt]) -> Episode:
-    """Rebuild an episode from a record of `dump`. `prompts`: those of earlier records; new ones are added."""
+    """Rebuild an episode from its record. `prompts`: those of earlier records; new ones are added."""
     task = record["task"]
     task = Task(**task | {"videos": tuple(task["videos"]), "options": tuple(task["options"])})
     calls = []

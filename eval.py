@@ -26,34 +26,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from episode import Episode, dump
+from episode import Episode, episode_record
 from evals import rows, tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, load_split
 from evals.protocols import Prompting, run_protocol
-from evals.results import append_record, read_results, resume, write_records
+from evals.results import read_results, resume
 from rewards import RewardConfig, score, turn_texts
 from rollout import AgentContext, RolloutConfig, derive_seed
 from runtime.answers import Judge, JudgeError, final_answer
 from runtime.api import ApiJudge, require_api
 from runtime.checkpoints import on_the_hub, weights_digest
-from runtime.checks import refuse_other_run, refuse_other_weights, refuse_template, require_servers, require_writable
-from runtime.config import ConfigError, refuse_below_1, suggest
+from runtime.config import ConfigError
 from runtime.dataset import DataError
 from runtime.engine import Api, run_all
-from runtime.open_engine import for_this_machine, open_engine
+from runtime.folder import hold_folder, refuse_other_weights, require_folder, save_run
+from runtime.lines import append_line, write_lines
+from runtime.open_engine import for_this_machine, open_engine, require_servers
 from runtime.policy import MODELS
 from runtime.prompts import Prompts
-from runtime.render import Renderer
-from runtime.run import save_run
-from runtime.script import (
-    command_line,
-    note_not_looked_up,
-    only_run_in,
-    open_checkpoint,
-    passed,
-    progress_bar,
-    run_script,
-)
+from runtime.render import Renderer, refuse_template
+from runtime.script import command_line, note_not_looked_up, open_checkpoint, progress_bar, run_script
 from runtime.video import Videos
 from runtime.visual import VisualContract, read_json
 from tools import schemas_of
@@ -70,7 +62,7 @@ class EvalConfig:
     published numbers. Empty: X."""
     checkpoint: str
     """A Hugging Face folder, or its name on the hub."""
-    splits: dict[str, str]
+    splits: dict[Literal[*SPLITS], str]
     """Split -> folder of its dataset."""
     frames: tuple[int, ...] = (64,)
     """Values of K, the number of overview frames. Every split is asked once per K."""
@@ -98,14 +90,10 @@ class EvalConfig:
     """Video decoder processes."""
 
     def __post_init__(self):
-        refuse_below_1(self, "decoders")
-        unknown = [name for name in self.splits if name not in SPLITS]
-        if unknown:
-            raise ValueError(f"splits = {unknown}: unknown; {suggest(unknown[0], SPLITS)}")
         if not self.agentic and self.arms != ("parallel",):
             raise ValueError(f"arms = {list(self.arms)}: only the protocol 'agent' has arms; leave the default")
-        if not self.frames or not self.arms or min(self.frames) < 1:
-            raise ValueError("frames and arms: each needs at least one value, and each K in frames must be 1 or more")
+        if not self.frames or not self.arms or 0 in self.frames:
+            raise ValueError("frames and arms: each needs at least one value, and an overview has at least 1 frame")
         if self.rollout.dispatch != "parallel":
             raise ValueError(f"rollout.dispatch = {self.rollout.dispatch!r}: set `arms` instead")
         if self.api.url and self.agentic and (self.rollout.think_prefix is not False or "sequential" in self.arms):
@@ -181,23 +169,40 @@ def make_record(
 # ------------------------------------------------------------------------------------------------ one run
 
 
-def main(cfg: EvalConfig) -> int:
-    """Ask the items that have no answer yet, and print the table. Return 1 if all items of a file failed."""
+def main(cfg: EvalConfig, dry: bool = False) -> int:
+    """Ask the items that have no answer yet, and print the table. Return 1 if all items of a file failed. A dry run ends before
+    the model is loaded."""
     cfg = with_names(cfg)
+    if dry:
+        print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
+        for text in rows.list_differences(cfg.name):
+            print(f"  note    the published run: {text}")
+
+    # Refuse what cannot work, in the order of cost.
     jobs = list_jobs(cfg)
-    folder, renderer = open_model(cfg)
-    refuse_mixed_results(cfg, folder)
+    require_folder(cfg)
+    folder = None
+    if dry and on_the_hub(cfg.checkpoint):
+        note_not_looked_up(cfg.checkpoint)
+    else:
+        folder, renderer = open_model(cfg)
+        refuse_other_weights(Path(cfg.run), folder, f"checkpoint = {cfg.checkpoint!r}")
+    left = work_is_left(jobs)
+    if left:
+        require_engine(cfg, folder)
+    if dry:
+        print(f"ready: {cfg.run}")
+        return 0
 
     # Ask the remaining items. No config and no result is written before the engine is up.
-    if work_is_left(jobs):
-        require_engine(cfg, folder)
+    if left:
         # config.yaml keeps each null, so that the same command resumes. Only the engine and the agents get the values.
         rollout = for_this_machine(as_trained(cfg.rollout, folder))
         logs = Path(cfg.run) / "logs"
         with (
-            only_run_in(Path(cfg.run)),
+            hold_folder(cfg, folder),
             contextlib.closing(open_engine(folder, renderer, rollout, logs, api=cfg.api)) as engine,
-            Videos(cfg.decoders) as videos,
+            Videos(max(1, cfg.decoders)) as videos,
         ):
             save_with_sizes(cfg, folder)
             for job in jobs:
@@ -227,7 +232,7 @@ class Job:
     path: Path
 
 
-def list_jobs(cfg: EvalConfig, dry: bool = False) -> list[Job]:
+def list_jobs(cfg: EvalConfig) -> list[Job]:
     """List the result files of the run with their items. Name all datasets that are missing at once."""
     jobs = []
     missing = []
@@ -242,7 +247,7 @@ def list_jobs(cfg: EvalConfig, dry: bool = False) -> list[Job]:
                 arm = dispatch if cfg.agentic else cfg.prompting.protocol
                 path = Path(cfg.run) / f"{split}-K{k}-{arm}.jsonl"
                 jobs.append(Job(split, k, arm, dispatch, items, not cfg.limit, path))
-        passed(f"{split}: {len(items)} items, {len(items) * len(cfg.frames) * len(cfg.arms)} episodes", dry)
+        print(f"{split}: {len(items)} items, {len(items) * len(cfg.frames) * len(cfg.arms)} episodes")
     if missing:
         raise DataError("\n".join(missing))
     return jobs
@@ -261,7 +266,7 @@ def run_job(job: Job, context: AgentContext, cfg: EvalConfig) -> None:
     """Write the records to keep, then ask the other items concurrently. Each item appends its record when it ends."""
     # The file is read under the run's lock: until then, another process may have answered items.
     kept, _, items = resume(job.path, job.items, job.whole)
-    write_records(job.path, kept)
+    write_lines(job.path, kept)
     if not items:
         return
     judge = ApiJudge(cfg.grading.judge)
@@ -276,9 +281,8 @@ def run_job(job: Job, context: AgentContext, cfg: EvalConfig) -> None:
             with writing:
                 if cfg.save_episodes:
                     episodes.parent.mkdir(exist_ok=True)
-                    with episodes.open("a", encoding="utf-8") as dumped:
-                        dump(episode, dumped, context.renderer.readable)
-                append_record(job.path, record)
+                    append_line(episodes, episode_record(episode, context.renderer.readable))
+                append_line(job.path, record)
                 bar.update()
 
         try:
@@ -318,36 +322,6 @@ def with_names(cfg: EvalConfig) -> EvalConfig:
 # ------------------------------------------------------------------------------------------------ checks
 
 
-def dry_run(cfg: EvalConfig) -> None:
-    """Print what differs from the published run, then check what the run needs. The first fault ends it."""
-    cfg = with_names(cfg)
-    print(f"{cfg.name} -> {cfg.run}, protocol {cfg.prompting.protocol}")
-    for text in rows.list_differences(cfg.name):
-        print(f"  note    the published run: {text}")
-    jobs = list_jobs(cfg, dry=True)
-    folder = None
-    if on_the_hub(cfg.checkpoint):  # a dry run downloads nothing
-        note_not_looked_up(cfg.checkpoint)
-        if cfg.prompts and cfg.prompts.changed:
-            print(f"  note    prompts: not ours: {', '.join(cfg.prompts.changed)}")
-    else:
-        folder, _ = open_model(cfg)
-        passed(f"checkpoint: {folder}", dry=True)
-    refuse_mixed_results(cfg, folder)
-    passed(f"run: {cfg.run}", dry=True)
-    if work_is_left(jobs):
-        require_engine(cfg, folder)
-        passed("model and judge", dry=True)
-
-
-def refuse_mixed_results(cfg: EvalConfig, folder: Path | None) -> None:
-    """Refuse a run's folder that cannot be written, or holds answers under other settings or of another model."""
-    require_writable(cfg.run)
-    refuse_other_run(cfg)
-    if folder:
-        refuse_other_weights(Path(cfg.run), folder, f"checkpoint = {cfg.checkpoint!r}")
-
-
 def open_model(cfg: EvalConfig) -> tuple[Path, Renderer]:
     """Return the checkpoint's folder and its renderer. A chat template on which our agent cannot rely is refused; with the
     protocols of other models, it is a note."""
@@ -359,8 +333,6 @@ def open_model(cfg: EvalConfig) -> tuple[Path, Renderer]:
         if cfg.agentic:
             raise
         print(f"  note    {error}")
-    if renderer.prompts.changed:
-        print(f"  note    prompts: not ours: {', '.join(renderer.prompts.changed)}")
     return folder, renderer
 
 
@@ -388,4 +360,4 @@ if __name__ == "__main__":
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process quietly
         sys.exit(tables.main(sys.argv[1:]))
     cfg, args = command_line(EvalConfig, __doc__, rows.load)
-    run_script(dry_run if args.dry_run else main, cfg)
+    run_script(partial(main, dry=args.dry_run), cfg)

@@ -21,13 +21,12 @@ Deliberately missing: a learned reward model, and any I/O. If a judge scores ope
 import re
 import unicodedata
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
 from episode import Episode, Group, Trajectory
 from runtime.answers import Judge, JudgeError, final_answer, score_answer
-from runtime.engine import Api
+from runtime.engine import Api, map_in_threads
 from runtime.render import END_OF_TURN, TAG, TAG_PIECE, TAGS_AND_CODE, Renderer
 
 # The keys of what `score` returns. Add a new part in two places: here, and in the dict that `score` returns.
@@ -149,9 +148,8 @@ def assign_rewards(groups: Sequence[Group], renderer: Renderer, cfg: RewardConfi
         except JudgeError as error:
             episode.fail(error)
 
-    # A judge takes seconds per answer. No `with`: at Ctrl-C it would wait for a silent judge.
-    pool = ThreadPoolExecutor(16)
-    list(pool.map(give, [episode for group in groups for episode in group.ran]))  # list() raises what a thread raised
+    # In threads, because a judge takes seconds per answer. list() raises what a thread raised.
+    list(map_in_threads(give, [episode for group in groups for episode in group.ran], at_once=16))
 
 
 def turn_texts(trajectory: Trajectory, renderer: Renderer) -> list[str]:

@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -39,10 +40,9 @@ from rewards import RewardConfig, assign_rewards
 from rollout import AgentContext, RolloutConfig, overview, render_prompt, rollout
 from runtime.answers import Judge
 from runtime.api import ApiJudge
-from runtime.checkpoints import load_policy, write_weights
-from runtime.checks import require_servers
-from runtime.config import ConfigError, refuse_below_1
-from runtime.dataset import Dataset, Draw
+from runtime.checkpoints import load_policy, on_the_hub, write_weights
+from runtime.config import ConfigError
+from runtime.dataset import Dataset, Draw, require_rows
 from runtime.distributed import (
     barrier,
     gather,
@@ -55,13 +55,14 @@ from runtime.distributed import (
     world_size,
 )
 from runtime.engine import Engine, EngineError
-from runtime.open_engine import open_engine
+from runtime.folder import hold_folder, require_folder
+from runtime.open_engine import open_engine, require_servers
 from runtime.packing import Bundle
-from runtime.plan import plan_rl
+from runtime.plan import Plan, plan_inprocess, plan_servers, plan_training
 from runtime.policy import Policy
-from runtime.render import Renderer
-from runtime.run import Clock, Run, RunConfig, make_optimizer, optimizer_step, require_memory, speed
-from runtime.script import Script, command_line, open_run, run_training
+from runtime.render import Renderer, refuse_template
+from runtime.run import Clock, Run, RunConfig, make_optimizer, optimizer_step, require_memory, require_weights, speed
+from runtime.script import command_line, note_not_looked_up, open_checkpoint, read_all_rows, run_script
 from runtime.servers import IMAGE_BYTES
 from runtime.video import VideoError, Videos
 from runtime.weights import WeightSync, snapshot_folders
@@ -92,8 +93,6 @@ class RLConfig(RunConfig):
     """Seed of K and of the in-process engine's samples. `data.seed` orders the rows."""
 
     def __post_init__(self):
-        super().__post_init__()
-        refuse_below_1(self, "batch_tasks", "val_tasks")
         if self.reward.untagged_answer == "prose":
             raise ValueError("reward.untagged_answer = 'prose' is for evaluation: use off, stated or fallback")
         temperature = self.rollout.temperature
@@ -105,10 +104,10 @@ class RLConfig(RunConfig):
         subagents = self.rollout.subagents
         if subagents.train and subagents.temperature != temperature:
             raise ValueError(f"rollout.subagents.train needs rollout.subagents.temperature = {temperature}")
-        if self.rollout.server_gpus and self.rollout.urls:
-            raise ValueError("rollout.server_gpus and rollout.urls: give one of the two")
-        if 0 in (*self.gating, *self.val_frames):
-            raise ValueError("gating or val_frames: 0: an overview has at least 1 frame; gating = [] is off")
+        if 0 in (*self.choices_of_k, *self.val_frames):
+            raise ValueError(
+                "gating, val_frames or visual.overview_frames is 0: an overview has at least 1 frame; gating = [] is off"
+            )
 
     @property
     def think_prefix(self) -> bool:
@@ -125,10 +124,32 @@ SHOWN = (
 )  # fmt: skip
 
 
-def main(cfg: RLConfig) -> None:
-    """Build the parts of a run, train to the last step, and export the policy."""
+def main(cfg: RLConfig, dry: bool = False) -> None:
+    """Build the parts of a run, train to the last step, and export the policy. A dry run ends before the weights are loaded."""
     init_distributed()
-    with open_run(cfg, SCRIPT) as (source, renderer):
+
+    # Refuse what cannot work, in the order of cost. A dry run may be on another machine than the run.
+    gpus = cfg.plan.gpus if dry else local_size()
+    if dry or torch.cuda.is_available():
+        require_memory(cfg.plan, plan_rl(cfg, gpus))
+    ranks = gpus if dry else world_size()
+    if cfg.batch_tasks < ranks:
+        raise ConfigError(f"batch_tasks = {cfg.batch_tasks}: each of {ranks} ranks needs a task; raise it")
+    if not dry or torch.cuda.is_available() or not cfg.rollout.server_gpus:
+        require_servers(cfg.rollout, gpus)
+    require_folder(cfg, cfg.policy.checkpoint)
+    require_rows(parse_task, cfg.data, cfg.val)
+    if dry and on_the_hub(cfg.policy.checkpoint):
+        note_not_looked_up(cfg.policy.checkpoint)
+    else:
+        source, renderer = open_checkpoint(cfg.policy.checkpoint, cfg.visual, cfg.prompts)
+        refuse_template(source, renderer, schemas_of(cfg.rollout.tools) if cfg.rollout.dispatch != "none" else {})
+        require_weights(cfg, source)
+    if dry:
+        print0(f"ready: {cfg.run}")
+        return
+
+    with hold_folder(cfg, source):
         # Load the policy and the KL's reference. `Run` then restores policy and optimizer from the newest state.
         policy_cfg = replace(cfg.policy, checkpoint=str(source))
         policy = load_policy(policy_cfg, renderer.never_sampled)
@@ -418,28 +439,36 @@ def refuse_infinite_gap(gap: float, step: int) -> None:
 # ------------------------------------------------------------------------------------------------ before the run
 
 
-def require_hardware(cfg: RLConfig, dry: bool = False) -> None:
-    """Refuse a run whose models do not fit on this machine's GPUs, or whose servers cannot start."""
-    require_memory(cfg, dry, plan_rl)
-    ranks = cfg.plan.gpus if dry else world_size()
-    if cfg.batch_tasks < ranks:
-        raise ConfigError(f"batch_tasks = {cfg.batch_tasks}: each of {ranks} ranks needs a task; raise it")
-    # A dry run may be on a machine without GPUs.
-    if not dry or torch.cuda.is_available() or not cfg.rollout.server_gpus:
-        require_servers(cfg.rollout, local_size())
+def plan_rl(cfg: RLConfig, gpus: int) -> list[Plan]:
+    """Plan the GPUs of a node: `gpus` that train and, if they are others, those that sample."""
+    rollout = cfg.rollout
+    # The longest micro-batch: a full one, or one episode that fills its context.
+    longest = max(cfg.grpo.train_tokens, rollout.max_context)
+    training = plan_training(cfg.policy, gpus, longest, reference=cfg.grpo.kl_coef > 0)
+    if rollout.urls:
+        return [training]
+    if rollout.server_gpus:
+        # Episodes of this node that run at once.
+        nodes = max(1, world_size() // local_size())
+        of_this_node = math.ceil(cfg.batch_tasks / nodes) * cfg.grpo.group_size
+        episodes = min(of_this_node, rollout.concurrency * gpus)
+        engine = plan_servers(cfg.policy, rollout, cfg.visual, episodes, cfg.grpo.group_size, rollout.max_new_tokens)
+        if not set(rollout.server_gpus) & set(range(gpus)):
+            return [training, engine]
+    else:
+        engine = plan_inprocess(cfg.policy, rollout.max_batch_tokens)
+    return [Plan("training and engine on one GPU", training.held | engine.held, training.used | engine.used)]
 
 
-def count_tokens(task: Task, cfg: RLConfig, renderer: Renderer, videos: Videos) -> int:
-    """Return the length of a task's prompt with the most frames that a run shows."""
-    return len(render_prompt(task, max(cfg.choices_of_k), AgentContext(None, renderer, videos, cfg.rollout)).ids)
+def check_row(
+    row: dict, name: str, root: Path, cfg: RLConfig, renderer: Renderer, videos: Videos
+) -> tuple[int, list[str]]:
+    """Return the length of a row's prompt at the largest K, and no oddities."""
+    context = AgentContext(None, renderer, videos, cfg.rollout)
+    return len(render_prompt(parse_task(row, name, root), max(cfg.choices_of_k), context).ids), []
 
-
-def offered_schemas(cfg: RLConfig) -> dict[str, dict]:
-    """Return the schemas of the tools that the prompt offers."""
-    return schemas_of(cfg.rollout.tools) if cfg.rollout.dispatch != "none" else {}
-
-
-SCRIPT = Script(main, parse_task, count_tokens, require_hardware, offered_schemas)
 
 if __name__ == "__main__":
-    run_training(SCRIPT, *command_line(RLConfig, __doc__))
+    cfg, args = command_line(RLConfig, __doc__)
+    work = partial(read_all_rows, check_row=check_row) if args.check_data else partial(main, dry=args.dry_run)
+    run_script(work, cfg)

@@ -23,19 +23,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 from episode import NO_PROMPT, Call, Episode, Group, Prompt, Task, Trajectory
-from runtime.config import refuse_below_1
 from runtime.dataset import RowError, row_errors
-from runtime.engine import Engine, EngineConfig, EngineError, Sample, run_all
+from runtime.engine import Engine, EngineConfig, EngineError, Sample, run_all, thread_pool
 from runtime.render import NO_REPORT, Rendered, Renderer
 from runtime.video import Clip, VideoError, Videos
 from runtime.visual import ContractError, VisualContract
-from tools import ClipForSubagent, ToolError, parse_calls, refuse_unknown_tools, run_tool, schemas_of
+from tools import TOOLS, ClipForSubagent, ToolError, parse_calls, run_tool, schemas_of
 
 # Texts that the main agent reads when a call did not run to its end, or when no more calls are allowed.
 GIVEN_UP = "This call took too long and was given up."
@@ -57,15 +56,12 @@ class SubagentConfig:
     train: bool = False
     """Train on their reports with the episode's advantage. The paper does not."""
 
-    def __post_init__(self):
-        refuse_below_1(self, "max_new_tokens")
-
 
 @dataclass(frozen=True)
 class RolloutConfig(EngineConfig):
     """How an agent runs, and which engine samples its tokens."""
 
-    tools: tuple[str, ...] = ("crop_video",)
+    tools: tuple[Literal[*TOOLS], ...] = ("crop_video",)
     """Tools that the main agent is offered, by their names in tools.py."""
     dispatch: Literal["parallel", "sequential", "none"] = "parallel"
     """parallel: all calls of a turn run at once. sequential: one call per turn, with the same total. none: no tools."""
@@ -73,9 +69,9 @@ class RolloutConfig(EngineConfig):
     """What the main agent gets from a video tool: a sub-agent's report, or the frames themselves."""
     think_prefix: bool | None = True
     """Force `<think>` at the start of each turn of the main agent. null: in an evaluation, as in the checkpoint's training."""
-    max_turns: int = 3
-    """Rounds of calls. After the last one comes one more turn, the answer: 3 rounds make at most 4 turns. Under sequential, each
-    call of a round takes a turn."""
+    max_rounds: int = 3
+    """Rounds of calls. One more turn is the answer, so 3 rounds make at most 4 turns. Under sequential, each call of a round
+    takes a turn."""
     max_calls: int = 5
     """Calls that run in one turn. Further calls get an error text."""
     max_new_tokens: int = 2048
@@ -88,12 +84,11 @@ class RolloutConfig(EngineConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        refuse_unknown_tools(self.tools)
         if self.dispatch != "none" and not self.tools:
             raise ValueError("tools = []: use `dispatch: none` for an agent without tools")
-        for name in ("max_turns", "max_calls", "max_new_tokens", "max_context", "call_timeout"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
+        for name in ("max_new_tokens", "call_timeout"):  # with 0, no turn has a token, and every call is given up
+            if getattr(self, name) == 0:
+                raise ValueError(f"{name} = 0: set a larger number")
 
 
 @dataclass(frozen=True)
@@ -130,7 +125,7 @@ class Flow:
     """How a model converses: its turns, its calls and the replies. agent_flow is our agent's; evals/protocols.py has others."""
 
     rounds: int  # turns that may call tools; one more turn answers
-    calls_per_turn: int  # that run; further calls get an error text
+    calls_per_turn: int  # how many run; further calls get an error text
     find_calls: Callable[[str, int], list[Call]]  # (text of a turn, its number) -> its calls
     # Run a call, with a seed, and return it with its outcome. It may raise a ToolError or a VideoError.
     use_tool: Callable[[AgentContext, Episode, Call, int], Call]
@@ -143,13 +138,13 @@ class Flow:
 
 def agent_flow(cfg: RolloutConfig) -> Flow:
     """Return the flow of our agent."""
-    rounds = cfg.max_turns
+    rounds = cfg.max_rounds
     calls_per_turn = cfg.max_calls
     closing = ""
     if cfg.dispatch == "none":
         rounds = 0
     if cfg.dispatch == "sequential":  # one call per turn, and as many in all
-        rounds = cfg.max_turns * cfg.max_calls
+        rounds = cfg.max_rounds * cfg.max_calls
         calls_per_turn = 1
         closing = "</tool_call>"
     return Flow(
@@ -358,7 +353,7 @@ def run_call(context: AgentContext, flow: Flow, episode: Episode, call: Call, se
 
 
 def look_closely(context: AgentContext, episode: Episode, call: Call, seed: int) -> Call:
-    """Run the tool. A sub-agent looks at the frames that it returns, or with `tool_return: frames`, the main agent."""
+    """Run the tool, and let a sub-agent look at its frames. With `tool_return: frames`, the main agent sees them itself."""
     result = run_tool(call, episode.task, context.cfg.tools, context.videos, context.renderer.contract)
     if isinstance(result, str):
         return replace(call, text=result)
@@ -367,7 +362,7 @@ def look_closely(context: AgentContext, episode: Episode, call: Call, seed: int)
     if context.cfg.tool_return == "frames":
         start, end = result.window
         text = f"{len(result.frames)} frames from {start:.1f} s to {end:.1f} s"
-        return replace(call, text=text, frames=[result.frames])
+        return replace(call, text=text, clips=[result.frames])
     try:
         subagent, report = ask_subagent(context, result, seed)
     except EngineError as problem:
@@ -407,7 +402,7 @@ def subagent_prompt(context: AgentContext, clip: ClipForSubagent) -> Prompt:
 
 def report_all(calls: list[Call], last: bool) -> list[list]:
     """Answer each call by its frames, if it has any, and its text."""
-    contents = [[*call.frames, call.text] for call in calls]
+    contents = [[*call.clips, call.text] for call in calls]
     if last:
         contents[-1].append(f"\n{NO_CALLS_LEFT}")
     return contents
@@ -430,21 +425,19 @@ def rollout(
     before in this step. Its episodes then get other seeds."""
     groups = [Group(task, k, []) for task, k in zip(tasks, ks, strict=True)]
     copies = copies or [0] * len(groups)
-    preparing = ThreadPoolExecutor(8, "prompt")
     jobs = {}
     try:
-        for i, group in enumerate(groups):
-            # Render the group's prompt once, ahead of its episodes.
-            prompt = preparing.submit(prepare_prompt, context, group)
-            for g in range(group_size):
-                episode_seed = derive_seed(seed, step, group.task.id, copies[i] * group_size + g)
-                jobs[i, g] = functools.partial(run_one, context, group, prompt, episode_seed)
-        episodes = run_all(context.engine, jobs, context.cfg.concurrency)
+        with thread_pool(8) as preparing:
+            for i, group in enumerate(groups):
+                # Render the group's prompt once, ahead of its episodes.
+                prompt = preparing.submit(prepare_prompt, context, group)
+                for g in range(group_size):
+                    episode_seed = derive_seed(seed, step, group.task.id, copies[i] * group_size + g)
+                    jobs[i, g] = functools.partial(run_one, context, group, prompt, episode_seed)
+            episodes = run_all(context.engine, jobs, context.cfg.concurrency)
     except BaseException:
         context.stopped.set()
         raise
-    finally:
-        preparing.shutdown(wait=False, cancel_futures=True)
     for (i, _), episode in episodes.items():
         groups[i].episodes.append(episode)
     return groups

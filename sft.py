@@ -18,67 +18,82 @@ Deliberately missing: a setting for gradient accumulation (packing decides it), 
 import re
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 
 from dialogues import Dialogue, Media, parse_dialogue
 from episode import NO_PROMPT, Call, Trajectory
-from runtime.checkpoints import load_policy
-from runtime.config import refuse_below_1, suggest
-from runtime.dataset import DataConfig, DataError, Dataset, RowError, row_errors
-from runtime.distributed import gather, init_distributed, rank, sum_over_ranks, world_size
+from runtime.checkpoints import load_policy, on_the_hub
+from runtime.dataset import DataConfig, DataError, Dataset, RowError, require_rows, row_errors
+from runtime.distributed import gather, init_distributed, local_size, print0, rank, sum_over_ranks, world_size
+from runtime.engine import map_in_threads, thread_pool
+from runtime.folder import hold_folder, require_folder
 from runtime.packing import Bundle, best_fit
-from runtime.plan import Plan, plan_training
+from runtime.plan import plan_training
 from runtime.policy import Policy
-from runtime.render import TAG, Renderer
-from runtime.run import OptimConfig, Run, RunConfig, make_optimizer, optimizer_step, require_memory, utilisation
-from runtime.script import Script, command_line, open_run, run_training
+from runtime.render import TAG, Renderer, refuse_template
+from runtime.run import (
+    OptimConfig,
+    Run,
+    RunConfig,
+    make_optimizer,
+    optimizer_step,
+    require_memory,
+    require_weights,
+    utilisation,
+)
+from runtime.script import command_line, note_not_looked_up, open_checkpoint, read_all_rows, run_script
 from runtime.video import Videos
-from tools import parse_calls, refuse_unknown_tools, schemas_of
+from tools import TOOLS, parse_calls, schemas_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(RunConfig):
     """One SFT run."""
 
-    tools: tuple[str, ...] = ("crop_video",)
+    tools: tuple[Literal[*TOOLS], ...] = ("crop_video",)
     """Tools that the prompt offers, by their names in tools.TOOLS."""
     optim: OptimConfig = OptimConfig(lr=2e-5, schedule="cosine", warmup=0.05)
-    kind_weights: dict[str, float] = field(default_factory=dict)
-    """w_t by kind of target token (prose, arguments, untagged_answer, answer, structure); 1 for all other kinds. The source's
-    loss_weight multiplies it."""
+    kind_weights: dict[Literal["prose", "arguments", "untagged_answer", "answer", "structure"], float] = field(
+        default_factory=dict
+    )
+    """w_t by kind of target token; 1 for all other kinds. The source's loss_weight multiplies it."""
     steps: int = 500
     batch_rows: int = 64
     """Rows per step, over all ranks. Also the number of `val` rows whose loss is measured."""
     pack_tokens: int = 8192
     """Most tokens of a micro-batch. A longer row is skipped and counted."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        refuse_below_1(self, "batch_rows", "pack_tokens")
-        refuse_unknown_tools(self.tools)
-        if unknown := set(self.kind_weights) - set(TOKEN_KINDS):
-            advice = suggest(min(unknown), TOKEN_KINDS)
-            raise ValueError(f"kind_weights = {sorted(unknown)}: not kinds of token; {advice}")
-
-
-def plan_sft(cfg: SFTConfig) -> list[Plan]:
-    """Plan the memory of a full micro-batch."""
-    return [plan_training(cfg.policy, cfg.plan.gpus, cfg.pack_tokens)]
-
 
 SHOWN = ("loss", "loss_answer", "loss_arguments", "val_loss", "grad_norm", "lr", "tokens_per_second", "seconds")
 
 
-def main(cfg: SFTConfig) -> None:
-    """Build the parts of a run, train to the last step, and export the policy."""
+def main(cfg: SFTConfig, dry: bool = False) -> None:
+    """Build the parts of a run, train to the last step, and export the policy. A dry run ends before the weights are loaded."""
     init_distributed()
-    with open_run(cfg, SCRIPT) as (source, renderer):
+
+    # Refuse what cannot work, in the order of cost. A dry run may be on another machine than the run.
+    gpus = cfg.plan.gpus if dry else local_size()
+    if dry or torch.cuda.is_available():
+        require_memory(cfg.plan, [plan_training(cfg.policy, gpus, cfg.pack_tokens)])
+    require_folder(cfg, cfg.policy.checkpoint)
+    require_rows(parse_dialogue, cfg.data, cfg.val)
+    if dry and on_the_hub(cfg.policy.checkpoint):
+        note_not_looked_up(cfg.policy.checkpoint)
+    else:
+        source, renderer = open_checkpoint(cfg.policy.checkpoint, cfg.visual, cfg.prompts)
+        refuse_template(source, renderer, schemas_of(cfg.tools))
+        require_weights(cfg, source)
+    if dry:
+        print0(f"ready: {cfg.run}")
+        return
+
+    with hold_folder(cfg, source):
         # Load the policy and make the optimizer. Run restores both from the newest state.
         policy = load_policy(replace(cfg.policy, checkpoint=str(source)), renderer.never_sampled)
         run = Run(cfg, "sft", SHOWN, policy, make_optimizer(policy, cfg.optim))
@@ -97,37 +112,37 @@ def main(cfg: SFTConfig) -> None:
 
 def train(cfg: SFTConfig, policy: Policy, batches: "Batches", held_out: "list[MicroBatch]", run: Run) -> None:
     """Train to the last step: read, forward and backward, update, log, save."""
-    ahead = ThreadPoolExecutor(1, "batch")  # not in a `with`, which would wait for a decoder that hangs
-    upcoming = ahead.submit(batches.make, run.steps_done)
-    for step in range(run.steps_done, cfg.steps):
-        # Wait for this step's batch. The next one is made in a thread while this one trains.
-        started = time.perf_counter()
-        batch = upcoming.result()
-        if step + 1 < cfg.steps:
-            upcoming = ahead.submit(batches.make, step + 1)
-        waited = time.perf_counter() - started
+    with thread_pool(1) as ahead:
+        upcoming = ahead.submit(batches.make, run.steps_done)
+        for step in range(run.steps_done, cfg.steps):
+            # Wait for this step's batch. The next one is made in a thread while this one trains.
+            started = time.perf_counter()
+            batch = upcoming.result()
+            if step + 1 < cfg.steps:
+                upcoming = ahead.submit(batches.make, step + 1)
+            waited = time.perf_counter() - started
 
-        # Forward, backward, update. A gradient that is not finite is skipped (`bad_steps: 1`).
-        measured = batch_loss(policy, batch)
-        if "loss" not in measured:  # on all ranks
-            bad = [f"{origin}: {reason}" for origin, reason in batches.dataset.bad.items()]
-            raise DataError(f"step {step + 1}: none of its rows can be used; the last: {''.join(bad[-1:])}")
-        measured["grad_norm"] = optimizer_step(policy, run.optimizer, cfg.optim, step, cfg.steps)
-        seconds = time.perf_counter() - started
+            # Forward, backward, update. A gradient that is not finite is skipped (`bad_steps: 1`).
+            measured = batch_loss(policy, batch)
+            if "loss" not in measured:  # on all ranks
+                bad = [f"{origin}: {reason}" for origin, reason in batches.dataset.bad.items()]
+                raise DataError(f"step {step + 1}: none of its rows can be used; the last: {''.join(bad[-1:])}")
+            measured["grad_norm"] = optimizer_step(policy, run.optimizer, cfg.optim, step, cfg.steps)
+            seconds = time.perf_counter() - started
 
-        # Log.
-        measured |= {"seconds": seconds, "wait_seconds": waited, "tokens_per_second": measured["tokens"] / seconds}
-        measured |= utilisation(policy.cfg, int(measured["tokens"]), seconds, world_size())
-        measured |= sum_over_ranks({"bad_rows": len(batches.dataset.bad)})
-        if cfg.val and run.is_time(step, cfg.eval_every):
-            with torch.no_grad():
-                losses = batch_loss(policy, held_out)
-            measured |= {f"val_{name}": value for name, value in losses.items() if name.startswith("loss")}
-        run.log(step, measured)
+            # Log.
+            measured |= {"seconds": seconds, "wait_seconds": waited, "tokens_per_second": measured["tokens"] / seconds}
+            measured |= utilisation(policy.cfg, int(measured["tokens"]), seconds, world_size())
+            measured |= sum_over_ranks({"bad_rows": len(batches.dataset.bad)})
+            if cfg.val and run.is_time(step, cfg.eval_every):
+                with torch.no_grad():
+                    losses = batch_loss(policy, held_out)
+                measured |= {f"val_{name}": value for name, value in losses.items() if name.startswith("loss")}
+            run.log(step, measured)
 
-        # Save.
-        run.refuse_broken_end(step, measured)
-        run.save(step)
+            # Save.
+            run.refuse_broken_end(step, measured)
+            run.save(step)
 
 
 # ------------------------------------------------------------------------------------------------ the loss
@@ -192,11 +207,6 @@ def encode_row(dialogue: Dialogue, cfg: SFTConfig, renderer: Renderer, videos: V
     return row
 
 
-def count_tokens(dialogue: Dialogue, cfg: SFTConfig, renderer: Renderer, videos: Videos) -> int:
-    """Return the length of a dialogue with its prompt."""
-    return len(encode_row(dialogue, cfg, renderer, videos).ids)
-
-
 def encode_dialogue(dialogue: Dialogue, videos: Videos, renderer: Renderer, tools: list[dict]) -> Trajectory:
     """Encode a dialogue as a row, with mask 1 on the assistant's tokens only. Rows of SFT share no prompt, so all
     tokens are the row's own."""
@@ -244,24 +254,6 @@ def read_calls(dialogue: Dialogue) -> list[Call]:
     return calls
 
 
-def list_oddities(dialogue: Dialogue) -> list[str]:
-    """List likely mistakes. SFT trains on such a row all the same, because a loose format can be taught on purpose."""
-    calls = read_calls(dialogue)
-    parts = list(dialogue.media)
-    replies = 0
-    for turn in dialogue.turns:
-        parts += turn["content"]
-        replies += turn["role"] == "tool"
-    oddities = []
-    if any(call.error for call in calls):
-        oddities.append("a call that cannot be parsed")
-    if replies < len(calls):
-        oddities.append("fewer replies than calls")
-    if not any(isinstance(part, Media) for part in parts):
-        oddities.append("no frame")
-    return oddities
-
-
 # ------------------------------------------------------------------------------------------------ batches
 
 
@@ -278,17 +270,11 @@ class Batches:
         """Read this rank's share of a step's rows and pack it. Unusable rows are counted and left out."""
         # Encode the rows in threads.
         draws = self.dataset.batch(step, size or self.cfg.batch_rows, rank(), world_size())
-        with ThreadPoolExecutor(2 * self.cfg.decoders, "row") as readers:
-            encode = partial(encode_row, cfg=self.cfg, renderer=self.renderer, videos=self.videos)
-            futures = [readers.submit(encode, draw.item) for draw in draws]
+        results = map_in_threads(self.try_to_encode, [draw.item for draw in draws], at_once=2 * self.cfg.workers)
         rows, kinds_of_rows = [], []
-        for draw, future in zip(draws, futures):
-            try:
-                row = future.result()
-            except RowError as error:
-                if self.videos.closed:  # the run is ending, and no row is at fault
-                    raise
-                self.dataset.reject(draw.origin, str(error))
+        for draw, (row, reason) in zip(draws, results):
+            if row is None:
+                self.dataset.reject(draw.origin, reason)
                 continue
             kinds = target_kinds(row, self.renderer)
             row.loss_weights = np.zeros(len(row.ids), np.float32)
@@ -305,6 +291,15 @@ class Batches:
             kinds = sum((kinds_of_rows[i] for i in members), [])
             batch.append(MicroBatch(bundles, np.array(kinds, str)))
         return batch
+
+    def try_to_encode(self, dialogue: Dialogue) -> tuple[Trajectory | None, str]:
+        """Return the dialogue's row, or None and the reason why it cannot be used."""
+        try:
+            return encode_row(dialogue, self.cfg, self.renderer, self.videos), ""
+        except RowError as error:
+            if self.videos.closed:  # the run is ending, and no row is at fault
+                raise
+            return None, str(error)
 
 
 # ------------------------------------------------------------------------------------------------ kinds of tokens
@@ -353,10 +348,36 @@ def token_kind(kinds: list[str]) -> str:
     return content[-1]  # `red`, `>B`, `]</`
 
 
-# ------------------------------------------------------------------------------------------------ the script
+# ------------------------------------------------------------------------------------------------ --check-data
 
-require_hardware = partial(require_memory, plans=plan_sft)
-SCRIPT = Script(main, parse_dialogue, count_tokens, require_hardware, lambda cfg: schemas_of(cfg.tools), list_oddities)
+
+def check_row(
+    row: dict, name: str, root: Path, cfg: SFTConfig, renderer: Renderer, videos: Videos
+) -> tuple[int, list[str]]:
+    """Return how many tokens a row has, and what is odd about it."""
+    dialogue = parse_dialogue(row, name, root)
+    return len(encode_row(dialogue, cfg, renderer, videos).ids), list_oddities(dialogue)
+
+
+def list_oddities(dialogue: Dialogue) -> list[str]:
+    """List likely mistakes. SFT trains on such a row all the same, because a loose format can be taught on purpose."""
+    calls = read_calls(dialogue)
+    parts = list(dialogue.media)
+    replies = 0
+    for turn in dialogue.turns:
+        parts += turn["content"]
+        replies += turn["role"] == "tool"
+    oddities = []
+    if any(call.error for call in calls):
+        oddities.append("a call that cannot be parsed")
+    if replies < len(calls):
+        oddities.append("fewer replies than calls")
+    if not any(isinstance(part, Media) for part in parts):
+        oddities.append("no frame")
+    return oddities
+
 
 if __name__ == "__main__":
-    run_training(SCRIPT, *command_line(SFTConfig, __doc__))
+    cfg, args = command_line(SFTConfig, __doc__)
+    work = partial(read_all_rows, check_row=check_row) if args.check_data else partial(main, dry=args.dry_run)
+    run_script(work, cfg)

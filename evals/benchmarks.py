@@ -272,8 +272,6 @@ def _question_files(name: str, root: str) -> list[Path]:
     """Find the files with the questions, in the root or one folder down."""
     base = Path(root).expanduser()
     pattern = SPLITS[name].question_files
-    if not base.is_dir():
-        raise DataError(f"{root}: no such folder, so {name} cannot be read. {_hint(name, root)}")
     paths = sorted(base.glob(pattern)) or sorted(base.glob(f"*/{pattern}"))
     if not paths:
         raise DataError(f"{root}: no file {pattern}, where {name} has its questions. {_hint(name, root)}")

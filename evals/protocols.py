@@ -254,12 +254,12 @@ def show_unseen(context: AgentContext, episode: Episode, call: Call, seed: int) 
     starts, ends = zip(*spans)
     chosen = [new[j] for j in uniform_indices(len(new), CONAN_FRAMES)]
     window = within(info, min(starts), max(ends))  # spans all clips
-    return replace(call, window=window, frames=[decode(context, info, chosen)])
+    return replace(call, window=window, clips=[decode(context, info, chosen)])
 
 
 def reply_to_clips(words: Words, calls: list[Call], last: bool) -> list[list]:
     [call] = calls
-    return [words.fill("last" if last else "more", frames=call.frames or [call.text])]
+    return [words.fill("last" if last else "more", frames=call.clips or [call.text])]
 
 
 # ------------------------------------------------------------------------------------------------ longvt
@@ -278,7 +278,7 @@ def longvt(words: Words) -> Flow:
 
 def show_window(words: Words, context: AgentContext, episode: Episode, call: Call, seed: int) -> Call:
     clip = run_tool(call, episode.task, ("crop_video",), context.videos, context.renderer.contract)
-    call = replace(call, window=clip.window, frames=[clip.frames])
+    call = replace(call, window=clip.window, clips=[clip.frames])
     return replace(call, text="".join(describe_frames(words, call)))
 
 
@@ -287,13 +287,13 @@ def reply_with_windows(words: Words, calls: list[Call], last: bool) -> list[list
     contents = []
     for call in calls:
         text = [call.text] if call.error else describe_frames(words, call)
-        contents.append([*call.frames, *text])
+        contents.append([*call.clips, *text])
     return contents
 
 
 def describe_frames(words: Words, call: Call) -> list:
     start, end = call.window
-    return words.fill("shown", count=str(len(call.frames[0])), start=f"{start:.1f}", end=f"{end:.1f}")
+    return words.fill("shown", count=str(len(call.clips[0])), start=f"{start:.1f}", end=f"{end:.1f}")
 
 
 def read_longvt(texts: list[str]) -> str:
@@ -352,12 +352,12 @@ def zoom(context: AgentContext, episode: Episode, call: Call, seed: int) -> Call
         return replace(call, window=window)
     first, last = (int(np.abs(info.times - t).argmin()) for t in window)
     chosen = np.linspace(first, last, int(wanted)).round().astype(int).tolist()
-    return replace(call, window=window, frames=[decode(context, info, chosen)])
+    return replace(call, window=window, clips=[decode(context, info, chosen)])
 
 
 def reply_to_zoom(words: Words, calls: list[Call], last: bool) -> list[list]:
     [call] = calls
-    parts = words.fill("failed", error=call.text) if call.error else words.fill("found", frames=call.frames)
+    parts = words.fill("failed", error=call.text) if call.error else words.fill("found", frames=call.clips)
     if last:
         parts += words.fill("last")
     return [parts]

@@ -1,15 +1,14 @@
-"""results.py: the result files of eval.py: read, resume and append them.
+"""results.py: read the result files of eval.py, and find what is left to ask.
 
     results = read_results(path)                        # one file; its name says split, K and arm
     read_runs(["runs/eval/a", ...])                     # all files of several runs, for one table
     kept, dropped, left = resume(path, items, whole)    # the records to keep, how many to drop, and the items to ask
-    write_records(path, kept)                           # then `append_record` adds one at a time
+    write_lines(path, kept)                             # of lines.py, whose `append_line` then adds one at a time
 
 RUN/SPLIT-K64-ARM.jsonl has one line per item. RUN/config.yaml has the name of the model's row, and RUN/run.json has the sizes of
-the splits. `checks.refuse_other_run` refuses to add answers that were given under other settings.
+the splits. `folder.refuse_other_run` refuses to add answers that were given under other settings.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,9 +16,9 @@ from typing import Any
 
 from evals import benchmarks
 from runtime import config
-from runtime.checks import RESULTS
 from runtime.dataset import DataError
-from runtime.run import write_whole
+from runtime.folder import RESULTS
+from runtime.lines import read_lines
 from runtime.visual import read_json
 
 RECORD = (  # fields of each line that the tables read; our own agent's lines have f and well_formed as well
@@ -50,24 +49,14 @@ class Results:
         return len(self.records) == self.total
 
 
-def whole_lines(path: Path) -> list[bytes]:
-    """Return the lines of a file. Leave out an incomplete last one: it is still being written, or was cut off by a kill."""
-    content = path.read_bytes()
-    return content[: content.rfind(b"\n") + 1].splitlines()
-
-
 def read_results(path: Path) -> Results:
     """Read a file of results, without the name and total that its run knows."""
-    records = []
-    for number, line in enumerate(whole_lines(path), start=1):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
+    records = list(read_lines(path))
+    for number, record in enumerate(records, start=1):
         if not isinstance(record, dict) or not record.keys() >= set(RECORD):
-            advice = "delete the line if it is damaged, or the folder if an older version of this code wrote it"
-            raise DataError(f"{path}: line {number} is no result: {advice}, and run again")
-        records.append(record)
+            raise DataError(
+                f"{path}: line {number} is no result of this version of the code: delete the folder, and run again"
+            )
     split, k, arm = path.stem.rsplit("-", 2)
     return Results(split, int(k.removeprefix("K")), arm, records)
 
@@ -121,14 +110,3 @@ def resume(path: Path, items: list[benchmarks.Item], whole: bool) -> tuple[list[
             kept[record["id"]] = record
     left = [item for item in items if item.task.id not in kept]
     return list(kept.values()), len(records) - len(kept), left
-
-
-def write_records(path: Path, records: list[dict]) -> None:
-    """Write a file of results anew."""
-    write_whole(path, "".join(json.dumps(record) + "\n" for record in records))
-
-
-def append_record(path: Path, record: dict) -> None:
-    """Add a record to a file of results. One thread at a time may do so."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")  # as ASCII, so that no separator of Unicode breaks the line

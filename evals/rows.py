@@ -3,7 +3,7 @@
     cfg = rows.load(EvalConfig, "configs/eval/rows.yaml", ["row=conan", "way=own"])     # as eval.py does
     list_differences("Conan-7B (own)")   # what the published run of this model did that no key expresses
 
-`row` picks a row, and `way` how it is asked: `table` (default) as in the paper's table, `own` as the model's authors do. A YAML
+`row` picks a row, and `way` how it is asked: `table` (default) as in the paper's table, `own` as the model's authors do (our agent: as rl.py trains it). A YAML
 file whose `base` is rows.yaml may set both. Neither is a setting of the run, so RUN/config.yaml has neither.
 """
 

@@ -17,7 +17,6 @@ Deliberately missing: significance tests, several seeds of a row (`make paradox`
 
 import argparse
 import functools
-import json
 import math
 import statistics
 import sys
@@ -30,9 +29,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from evals.benchmarks import headline
-from evals.results import Results, read_run, read_runs, whole_lines
-from runtime.config import ConfigError, read_tree, suggest
+from evals.results import Results, read_run, read_runs
+from runtime.config import UserError, read_tree, suggest
 from runtime.dataset import DataError
+from runtime.lines import read_lines
 
 COMMANDS = ("table", "ablation")
 PUBLISHED_FILE = Path(__file__).parent.parent / "configs" / "eval" / "published.yaml"
@@ -221,7 +221,7 @@ def ablation_cells(row: dict, trainings: str, evaluations: str) -> dict[str, str
     cells = {}
     metrics = Path(trainings.replace("NAME", row.get("run", "")), "metrics.jsonl")
     if "run" in row and metrics.exists():
-        steps = [json.loads(line) for line in whole_lines(metrics)][: row.get("steps")]
+        steps = list(read_lines(metrics))[: row.get("steps")]
         cells["steps"] = str(len(steps))
         for name in METRICS:
             values = [step[name] for step in steps if name in step]
@@ -300,8 +300,8 @@ def rates(records: Sequence[dict]) -> dict[str, float]:
 
 
 def per_item(records: Sequence[dict]) -> dict[str, float]:
-    """Return means over items. A figure is NaN if a record lacks it. Only our own agent has a format, f and well_formed. Its failed
-    items have none and count 0."""
+    """Return means over items. Only our own agent has f and well_formed; its failed items count 0. A figure that a record lacks is
+    NaN."""
     no_format = 0.0 if any("f" in record for record in records) else math.nan
     columns = defaultdict(list)
     for record in records:
@@ -365,6 +365,6 @@ def main(arguments: Sequence[str]) -> None:
             text = all_tables(args.runs, args.baseline, args.by)
         else:
             text = ablation_tables(args.trainings, args.evaluations)
-    except (ConfigError, DataError) as error:
+    except UserError as error:
         sys.exit(f"error: {error}")
     print(text)

@@ -9,16 +9,17 @@ A wrong reading is worse than none. A letter is read by these rules, and the fir
    lines of a list of options, if several are left.
 3. The last label after a word that chooses, on its line and with only marks between: "answer is B", "so option B".
 4. The last label before "is correct", "is right" or "is best".
-5. A label at the beginning, before a mark or the line's end. No wait, maybe, perhaps, could or might may follow anywhere.
+5. A label at the beginning, before a mark or the line's end. Not if the text goes on with "wait", "maybe", "perhaps", "could" or
+   "might".
 6. The only capital letter that stands alone.
-A label is a letter that stands alone; a small one and I, only before a mark or the line's end. No labels are the letters of
-"A or B". After "option", a small letter counts as a capital one. A is an article, and no letter, before a word in lower case
-where a sentence begins and after "is" or "be"; but not before a word that follows labels, as in "A fits" and "A since".
+A label is a letter that stands alone. A small letter and I are labels only before a mark or the line's end, or after "option".
+In "A or B", neither letter is a label. A is an article before a word in lower case, where no word stands before it or only
+"is" or "be"; but not before a word that follows labels, as in "A fits" and "A since".
 
 A span is read by these:
 1. The only two times of a text are a span.
 2. Of more times, the last two that are written as a range are: "12.5 - 20.1", "from 3 to 5".
-3. A text that cannot tell, denies this range, or has it after "and" or "or" has none.
+3. There is no span if the text says that it cannot tell, denies this range ("not 3 - 5") or offers several ("3 - 5 or 12 - 20").
 """
 
 import re

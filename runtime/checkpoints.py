@@ -87,11 +87,9 @@ def require_weight_files(folder: Path) -> None:
     whole = folder / "model.safetensors"
     if whole.exists() and whole not in files:
         raise ConfigError(f"{folder} has {whole.name} and an index of other files: delete one of the two")
-    if files == [whole] and not whole.exists():
-        raise ConfigError(f"{folder} lacks all weights: it has no {whole.name} and no index; copy or download them")
     missing = [file.name for file in files if not file.exists()]
     if missing:
-        raise ConfigError(f"{folder} lacks {', '.join(missing)}, which its index names: copy or download it again")
+        raise ConfigError(f"{folder} lacks {', '.join(missing)}: copy or download it again")
 
 
 def on_the_hub(name: str | Path) -> bool:
@@ -175,7 +173,6 @@ def load_policy(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: boo
     for name, buffer in list(rotary.named_buffers()):  # one buffer; from transformers 5.24 on, two equal ones
         angles = torch.arange(len(buffer), dtype=torch.float32)
         setattr(rotary, name, (1 / 10_000 ** (angles / len(angles))).to(device))
-    refuse_quantized(path)
     _read_weights(policy.model, path)
     refuse_not_finite(dict(policy.model.named_parameters()), str(path))
     return policy

@@ -25,8 +25,12 @@ import yaml
 T = TypeVar("T")
 
 
-class ConfigError(ValueError):
-    """A config that cannot be used. The text tells its author how to fix it."""
+class UserError(ValueError):
+    """An error that a user can fix. A script prints its text as one sentence, without a traceback."""
+
+
+class ConfigError(UserError):
+    """A config that cannot be used."""
 
 
 class Loader(yaml.SafeLoader):
@@ -144,7 +148,7 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
         if value is False and "off" in args:  # YAML reads a bare `off` as false
             value = "off"
         if value not in args or isinstance(value, bool):  # True is 1
-            raise ConfigError(f"{setting}: must be one of {', '.join(map(repr, args))}")
+            raise ConfigError(f"{setting}: {suggest(str(value), list(map(str, args)))}")
         return value
 
     # a list
@@ -194,10 +198,3 @@ def differences(was: Any, now: Any, name: str = "") -> dict[str, str]:
     for key in was | now:
         changed |= differences(was.get(key), now.get(key), f"{name}.{key}" if name else key)
     return changed
-
-
-def refuse_below_1(cfg: Any, *names: str) -> None:
-    """Refuse counts below 1. For a dataclass's __post_init__."""
-    for name in names:
-        if getattr(cfg, name) < 1:
-            raise ValueError(f"{name} = {getattr(cfg, name)}: must be at least 1")

@@ -9,16 +9,17 @@ process: both return the log-probs of the sampled ids, and ban image and video t
 evaluation only: its log-probs are 0, and it bans nothing.
 """
 
+import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from episode import Prompt
-from runtime.config import ConfigError
+from runtime.config import ConfigError, UserError
 from runtime.video import Clip
 
 
@@ -53,11 +54,11 @@ class Engine:  # every engine has its own `generate`; the other methods may do n
     def close(self) -> None: ...
 
 
-class EngineError(RuntimeError):
+class EngineError(UserError):
     """A request that the engine could not serve. The episode that needs it fails; the run goes on."""
 
 
-class EngineLost(RuntimeError):
+class EngineLost(UserError):
     """An engine that can serve nothing any more. The run ends."""
 
 
@@ -68,15 +69,14 @@ def run_all(
     `timeout` seconds, stop waiting: the other threads run on, and their results are dropped. A job that raises ends the wait at
     once, with its error. `nested`: this thread is itself a job of another run_all."""
     callers = ActiveCallers(engine, jobs, at_once, nested)
-    pool = ThreadPoolExecutor(max(1, min(at_once, len(jobs))), "job")
     futures: dict[Any, Future] = {}
-    try:  # Ctrl-C can arrive while jobs are submitted, and the pool's threads end only after `shutdown`
-        for name, job in jobs.items():
-            futures[name] = pool.submit(callers.run, name, job)
-        wait(futures.values(), timeout, FIRST_EXCEPTION)
-        return {name: future.result() for name, future in futures.items() if future.done()}
+    try:
+        with thread_pool(max(1, min(at_once, len(jobs)))) as pool:
+            for name, job in jobs.items():
+                futures[name] = pool.submit(callers.run, name, job)
+            wait(futures.values(), timeout, FIRST_EXCEPTION)
+            return {name: future.result() for name, future in futures.items() if future.done()}
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # after Ctrl-C or a bug, start no further job
         callers.remove(jobs)
 
 
@@ -111,6 +111,23 @@ class ActiveCallers:
             self.remove([name])
 
 
+@contextlib.contextmanager
+def thread_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
+    """Yield a pool of threads. The end of the block cancels what has not begun, and waits for nothing: after an error or Ctrl-C,
+    a decoder, a server or a judge may hang."""
+    pool = ThreadPoolExecutor(threads)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def map_in_threads(function: Callable[[Any], Any], items: Iterable, at_once: int) -> Iterator[Any]:
+    """Yield the result for each item, in order. The first error ends it."""
+    with thread_pool(at_once) as pool:
+        yield from pool.map(function, items)
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Which engine samples. Without server_gpus and urls, the model runs in this process."""
@@ -128,21 +145,16 @@ class EngineConfig:
     max_context: int = 32_768
     """Longest trajectory, in tokens."""
     concurrency: int | None = 256
-    """Episodes that run at once on each rank. null, in evaluation only: 32 per GPU of `server_gpus`, and at least 32."""
+    """Episodes that run at once on each rank. null, in evaluation only: 32 per GPU of `server_gpus`; without servers, 32."""
     max_batch_tokens: int = 131_072
     """For the model in this process: the most rows * length of a batch. It bounds the memory of the KV cache."""
 
     def __post_init__(self):
-        if self.concurrency is not None and self.concurrency < 1:
-            raise ValueError(f"concurrency = {self.concurrency}: must be at least 1")
         gpus, size = list(self.server_gpus or ()), self.tensor_parallel
-        if size < 1 or len(gpus) % size:
+        if not size or len(gpus) % size:
             raise ConfigError(  # also raised after the YAML is read, for the GPUs that replace null
                 f"server_gpus = {gpus} cannot be divided into servers of tensor_parallel = {size}: give a multiple of it"
             )
-        for flag in self.server_args:
-            if flag.startswith(("--tp", "--tensor-parallel")):
-                raise ValueError(f"server_args: {flag}: a server sees only its own GPUs; set `tensor_parallel` instead")
 
     @property
     def uses_servers(self) -> bool:
@@ -165,7 +177,5 @@ class Api:
     {max_completion_tokens: N, max_tokens: null, temperature: null}, where N includes thinking tokens."""
 
     def __post_init__(self):
-        if self.url and not self.model:
-            raise ValueError(f"url = {self.url!r}: set `model` to the name of a model there")
         if not re.fullmatch("([A-Z_][A-Z0-9_]*)?", self.key):  # it may be the key itself, so it is not printed
             raise ValueError("key: give the name of an environment variable with the key, such as OPENAI_API_KEY")

@@ -39,7 +39,7 @@ from runtime.packing import Bundle, pack_bundles
 from runtime.policy import KeyLayout, encode_frames, matmul_fp32, pick_kernel, prepare_tower, run_text_model
 from runtime.render import Renderer
 from runtime.video import Clip
-from runtime.visual import read_json
+from runtime.visual import MERGE, read_json
 
 
 @dataclass
@@ -129,9 +129,6 @@ class InProcess(Engine):
         for file in weight_files(Path(path)):
             stored |= load_file(file)
         names = published_names(self.model)  # a tied head is listed once
-        if stored.keys() != set(names.values()):
-            differ = sorted(stored.keys() ^ set(names.values()))
-            raise EngineError(f"{path} does not fit this model: {differ[:3]} are missing or unknown")
         with self._weights_lock, torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(stored[names[name]])
@@ -252,7 +249,7 @@ class _Batch:
                     parts.append([])
                 parts[-1].append(clip)
         tower, kernel = self.model.model.visual, self.engine.kernel
-        features = [encode_frames(tower, part, contract.patch, contract.merge, kernel) for part in parts]
+        features = [encode_frames(tower, part, contract.patch, MERGE, kernel) for part in parts]
         visual = torch.cat(features, dim=1) if features else None  # [1 + D, M, H]
 
         # 3. Run the text model. It leaves the keys and values of the sequence in the cache.

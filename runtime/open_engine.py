@@ -11,19 +11,22 @@ import os
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import requests
 import torch
 
 from runtime.api import OpenAI
-from runtime.distributed import gather, local_rank, local_size, rank
-from runtime.engine import Api, Engine, EngineConfig
+from runtime.config import ConfigError
+from runtime.distributed import gather, local_rank, local_size, print0, rank
+from runtime.engine import Api, Engine, EngineConfig, EngineError
 from runtime.inprocess import InProcess
 from runtime.processes import start_group
 from runtime.render import Renderer
-from runtime.servers import Server, SGLang
+from runtime.servers import Server, SGLang, request_json
 
 # Prefixes of torchrun's and the trainer's environment variables, which the servers must not inherit.
 TRAINER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "TORCH_NCCL", "PET_", "OMP_", "PYTORCH_")  # fmt: skip
@@ -48,7 +51,7 @@ def open_engine(
     frames: Path | None = None,
     api: Api | None = None,
 ) -> Engine:
-    """Open the engine that the settings ask for (without null: for_this_machine). `logs` and `frames`: folders of the servers'
+    """Open the engine that the settings ask for; for_this_machine has replaced null. `logs` and `frames`: folders of the servers'
     logs, and of the frames that they read."""
     if api and api.url:  # an API's model
         return OpenAI(api, renderer)
@@ -134,3 +137,53 @@ def server_flags(cfg: EngineConfig) -> list[str]:
     if torch.cuda.is_available() and torch.cuda.get_device_capability(cfg.server_gpus[0]) == (9, 0):
         flags.append("--attention-backend=fa3")
     return [*flags, *cfg.server_args, f"--tp-size={cfg.tensor_parallel}"]
+
+
+# ------------------------------------------------------------------------------------------------ before a run
+
+SECONDS_TO_FREE = 60.0  # within this time, a server that has just been killed frees its GPU's memory
+
+
+def require_servers(cfg: EngineConfig, ranks: int = 0) -> None:
+    """Refuse a config whose GPUs cannot run servers beside `ranks` training ranks, or whose URLs do not answer."""
+    if cfg.urls:
+        require_urls(cfg.urls)
+    elif cfg.server_gpus:
+        require_gpus(cfg, ranks)
+
+
+def require_gpus(cfg: EngineConfig, ranks: int) -> None:
+    """Refuse GPUs for servers that train, that are not there, or that another process holds."""
+    gpus = list(cfg.server_gpus)
+    shared = sorted(set(gpus) & set(range(ranks)))
+    may_share = any(flag.startswith("--mem-fraction-static") for flag in cfg.server_args)
+    if shared and not may_share:
+        raise ConfigError(
+            f"rollout.server_gpus = {gpus}: {ranks} ranks train on GPUs 0 ... {ranks - 1}, so {shared} would have to "
+            "do both; start fewer ranks (torchrun --nproc_per_node), or share by --mem-fraction-static in server_args"
+        )
+    if max(gpus) >= torch.cuda.device_count():
+        raise ConfigError(f"rollout.server_gpus = {gpus}: there are {torch.cuda.device_count()} GPUs here")
+    if not importlib.util.find_spec("pynvml"):  # SGLang installs it
+        return
+    deadline = time.monotonic() + SECONDS_TO_FREE
+    for gpu in gpus:  # a server takes a share of the free memory
+        while torch.cuda.device_memory_used(gpu) > 4 << 30 and time.monotonic() < deadline:
+            time.sleep(1)
+        used = torch.cuda.device_memory_used(gpu) / 2**30
+        if used > 4 and not may_share:
+            raise ConfigError(
+                f"rollout.server_gpus: another process holds {used:.0f} GiB of GPU {gpu}; "
+                "end it (`nvidia-smi` names it), or choose other GPUs"
+            )
+
+
+def require_urls(urls: Sequence[str]) -> None:
+    """Refuse URLs at which no server answers. Tell which model each server says that it serves."""
+    for url in urls:
+        try:
+            info = request_json(url.rstrip("/") + "/model_info", 10.0)
+        except (requests.RequestException, EngineError) as error:
+            raise ConfigError(f"no server answers at {url}; start it, or correct http://HOST:PORT: {error}") from None
+        if isinstance(info, dict) and info.get("model_path"):
+            print0(f"  note    {url} says that it serves {info['model_path']}")

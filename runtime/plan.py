@@ -1,31 +1,31 @@
-"""plan.py: estimate GPU memory from shapes alone, before any weight is loaded.
+"""plan.py: does it fit? Estimates of a GPU's memory from shapes alone, before any weight is loaded.
 
     plan = plan_training(cfg.policy, gpus=4, tokens=24576, reference=True)
     plan.show(gpu_gib=80)               # prints a row per use of memory and the sum
     plan.require_room(gpu_gib=80)       # refuses a model whose weights and optimizer state alone do not fit
 
-The estimates are for FSDP2 with bf16 computation and fp32 master weights.
+sft.py plans with `plan_training`, RL with `rl.plan_rl`. Both print the plan when they start on a GPU, and in a dry run. The
+estimates are for FSDP2 with bf16 computation and fp32 master weights.
 """
 
 import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 from torch import nn
 from transformers import AutoConfig
 
 from runtime.checkpoints import find_checkpoint, on_the_hub, read_config
-from runtime.config import ConfigError, refuse_below_1
-from runtime.distributed import local_size, print0, world_size
-from runtime.policy import Policy, PolicyConfig, build_on_meta
+from runtime.config import ConfigError
+from runtime.distributed import print0
+from runtime.engine import EngineConfig
+from runtime.policy import LOGIT_CHUNK, Policy, PolicyConfig, build_on_meta
+from runtime.visual import VisualContract
 
 GIB = 1 << 30
-
-# config.json's sizes of checkpoints that --dry-run knows without a download.
-PUBLISHED = yaml.safe_load(Path(__file__).with_name("sizes.yaml").read_text("utf-8"))
+FP32, BF16 = 4, 2  # bytes of a number
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,6 @@ class PlanConfig:
     gpus: int = 8
     """Training GPUs."""
     gpu_gib: float = 80.0
-
-    def __post_init__(self):
-        refuse_below_1(self, "gpus", "gpu_gib")
 
 
 @dataclass(frozen=True)
@@ -73,25 +70,7 @@ class Plan:
             )
 
 
-@functools.cache
-def meta_policy(cfg: PolicyConfig) -> Policy:
-    """Build the policy on the meta device, with the sizes of its checkpoint or, if that does not exist yet, of its family."""
-    name = cfg.checkpoint
-    if cfg.family and not Path(name).exists() and not on_the_hub(name):
-        name = cfg.family
-    if name in PUBLISHED:
-        return build_on_meta(AutoConfig.for_model(**PUBLISHED[name]), cfg)
-    return build_on_meta(read_config(find_checkpoint(name, weights=False)), cfg)
-
-
-def count(module: nn.Module, trained: bool = False) -> int:
-    """Count the weights; with `trained`, only those that train."""
-    return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)
-
-
-# ------------------------------------------------------------------------------------------------ training
-
-FP32, BF16 = 4, 2  # bytes of a number
+# ------------------------------------------------------------------------------------------------ a GPU that trains
 
 
 def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, reference: bool = False) -> Plan:
@@ -103,26 +82,24 @@ def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, reference: bool = F
     frozen = count(policy) - trained
     one_block = count(policy.text.layers[0])
     outside_blocks = trained - count(policy.text.layers)
+    activations = kept_by_block(policy)
+    # With checkpointing, a block keeps only the hidden state that it reads, until it is computed again.
+    kept = BF16 * hidden if cfg.activation_checkpointing else activations
+    chunk = min(LOGIT_CHUNK, tokens)
 
     held = {}
-    # trained x (weight + gradient + two moments) / gpus
     held["weights, gradients, AdamW's two moments: fp32, sharded"] = trained * 4 * FP32 / gpus
-    # frozen x weight, on every GPU
     held["frozen vision tower, bf16, whole"] = frozen * BF16
     if reference:
-        # trained x weight / gpus
         held["reference policy, bf16, sharded (none if grpo.kl_coef = 0)"] = trained * BF16 / gpus
 
-    # layers x tokens x the hidden state that a block reads. Without checkpointing, every block keeps all that it computes.
-    kept = BF16 * hidden if cfg.activation_checkpointing else kept_by_block(policy)
-    used = {f"inputs of {layers} blocks at {tokens} tokens": layers * tokens * kept}
-    # (trained - blocks) x weight: the root unit stays gathered
-    used["embeddings and head, bf16, whole"] = outside_blocks * BF16
-    # block x (weight + the next block's weight + gradient in bf16 and in fp32) + tokens x what the block keeps
-    used["recomputation of one block"] = one_block * (3 * BF16 + FP32) + tokens * kept_by_block(policy)
-    # chunk x vocabulary x (logit + its exponential) + vocabulary x hidden x gradient of the head
-    logits = min(cfg.logit_chunk, tokens) * vocabulary * 2 * FP32
-    used["logits of a chunk, gradient of the head"] = logits + vocabulary * hidden * BF16
+    used = {}
+    used[f"inputs of {layers} blocks at {tokens} tokens"] = layers * tokens * kept
+    used["embeddings and head, bf16, whole"] = outside_blocks * BF16  # FSDP2's root unit stays gathered
+    # The block's weights, the next block's, and the gradient in bf16 and in fp32.
+    used["recomputation of one block"] = one_block * (3 * BF16 + FP32) + tokens * activations
+    # Each logit and its exponential.
+    used["logits of a chunk, gradient of the head"] = chunk * vocabulary * 2 * FP32 + vocabulary * hidden * BF16
     # A guess: CUDA, NCCL and cuBLAS hold about 3 GiB outside PyTorch's allocator, and kernels about 1 GiB inside it.
     # On one GPU, PyTorch's peak was 15 to 33 % below the planned sum (results/gpu.md).
     used["overhead: CUDA, NCCL, kernels, and 5 % between tensors"] = 4 * GIB + 0.05 * sum((held | used).values())
@@ -144,48 +121,33 @@ def kept_by_block(policy: Policy) -> int:
     return norms + attention + mlp
 
 
-# ------------------------------------------------------------------------------------------------ an RL run
+# ------------------------------------------------------------------------------------------------ a GPU that samples
 
 
-def plan_rl(cfg: Any) -> list[Plan]:
-    """Plan the GPUs of an RLConfig (in rl.py, above this file): those that train and, if they are others, those that sample."""
-    rollout = cfg.rollout
-    # The longest micro-batch: a full one, or one episode that fills its context.
-    longest = max(cfg.grpo.train_tokens, rollout.max_context)
-    training = plan_training(cfg.policy, cfg.plan.gpus, longest, reference=cfg.grpo.kl_coef > 0)
-    if rollout.urls:
-        return [training]
-    engine = plan_servers(cfg) if rollout.server_gpus else plan_inprocess(cfg)
-    if not rollout.server_gpus or set(rollout.server_gpus) & set(range(cfg.plan.gpus)):
-        return [Plan("training and engine on one GPU", training.held | engine.held, training.used | engine.used)]
-    return [training, engine]
-
-
-def plan_inprocess(cfg: Any) -> Plan:
-    """Plan the engine in the trainer's process, of an RLConfig."""
-    policy = meta_policy(cfg.policy)
+def plan_inprocess(cfg: PolicyConfig, max_batch_tokens: int) -> Plan:
+    """Plan the engine in the trainer's process."""
+    policy = meta_policy(cfg)
     held = {"weights of the engine, bf16": count(policy) * BF16}
     # A batch's keys are copied when their room is used up.
-    used = {"KV cache of a batch, twice while it is read": 2 * cfg.rollout.max_batch_tokens * keys_per_token(policy)}
+    used = {"KV cache of a batch, twice while it is read": 2 * max_batch_tokens * keys_per_token(policy)}
     return Plan("engine", held, used)
 
 
-def plan_servers(cfg: Any) -> Plan:
-    """Plan one GPU of an RLConfig's servers. The GPUs of a server share its weights, and each token's keys and values."""
-    rollout, group_size = cfg.rollout, cfg.grpo.group_size
-    policy = meta_policy(cfg.policy)
-    gpus, per_server = len(rollout.server_gpus), rollout.tensor_parallel
-    # weights / GPUs of a server
-    held = {"weights of the engine, bf16": count(policy) * BF16 / per_server}
-
-    # episodes of this node that run at once / servers
-    tasks = math.ceil(cfg.batch_tasks / max(1, world_size() // local_size()))  # tasks per node
-    episodes = min(rollout.concurrency * cfg.plan.gpus, tasks * group_size)
+def plan_servers(
+    cfg: PolicyConfig, engine: EngineConfig, visual: VisualContract, episodes: int, group_size: int, turn_tokens: int
+) -> Plan:
+    """Plan one GPU of a node's servers, on which `episodes` run at once. The GPUs of a server share its weights, and each token's
+    keys and values."""
+    policy = meta_policy(cfg)
+    gpus, per_server = len(engine.server_gpus), engine.tensor_parallel
+    frame_tokens = visual.frame_tokens(*visual.frame_size(1280, 720)) + 10  # 10: the frame's stamp
+    # A server's episodes: each keeps its share of the group's prompt, and two full turns.
     rows = math.ceil(episodes * per_server / gpus)
-    # rows x (a group's prompt / G + two full turns). A frame's stamp takes 10 more tokens.
-    frame = cfg.visual.frame_tokens(*cfg.visual.frame_size(1280, 720)) + 10
-    tokens = rows * (cfg.visual.overview_frames * frame // group_size + 2 * rollout.max_new_tokens)
-    used = {f"KV cache of {tokens} tokens": tokens * keys_per_token(policy) / per_server}
+    tokens = rows * (visual.overview_frames * frame_tokens // group_size + 2 * turn_tokens)
+
+    held = {"weights of the engine, bf16": count(policy) * BF16 / per_server}
+    used = {}
+    used[f"KV cache of {tokens} tokens"] = tokens * keys_per_token(policy) / per_server
     used["CUDA graphs and activations"] = 6 * GIB
     return Plan(f"engine, each of {gpus} GPUs", held, used)
 
@@ -195,3 +157,25 @@ def keys_per_token(policy: Policy) -> int:
     text = policy.text.config
     head_size = policy.text.layers[0].self_attn.head_dim
     return text.num_hidden_layers * 2 * BF16 * text.num_key_value_heads * head_size
+
+
+# ------------------------------------------------------------------------------------------------ shapes
+
+# config.json's sizes of the hub's models that configs/ train: --dry-run knows them without a download.
+PUBLISHED = yaml.safe_load(Path(__file__).with_name("sizes.yaml").read_text("utf-8"))
+
+
+@functools.cache
+def meta_policy(cfg: PolicyConfig) -> Policy:
+    """Build the policy on the meta device, with the sizes of its checkpoint or, if that does not exist yet, of its family."""
+    name = cfg.checkpoint
+    if cfg.family and not Path(name).exists() and not on_the_hub(name):
+        name = cfg.family
+    if name in PUBLISHED:
+        return build_on_meta(AutoConfig.for_model(**PUBLISHED[name]), cfg)
+    return build_on_meta(read_config(find_checkpoint(name, weights=False)), cfg)
+
+
+def count(module: nn.Module, trained: bool = False) -> int:
+    """Count the weights; with `trained`, only those that train."""
+    return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)

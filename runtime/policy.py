@@ -38,7 +38,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from runtime.config import ConfigError, refuse_below_1
+from runtime.config import ConfigError
 from runtime.distributed import own_device
 from runtime.packing import Bundle, Packed, Segment, pack_bundles
 from runtime.video import Clip
@@ -46,6 +46,7 @@ from runtime.visual import patchify
 
 # The classes that this code trains and samples from, by the `model_type` in config.json.
 MODELS = {"qwen3_vl": Qwen3VLForConditionalGeneration, "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration}
+LOGIT_CHUNK = 1024  # target tokens whose logits are in memory at once: several fp32 copies of the vocabulary each
 HEAD_BLOCK = 16_384  # rows of the head whose gradient is computed at once
 
 
@@ -66,11 +67,6 @@ class PolicyConfig:
     compile: Literal["auto", "always", "never"] = "auto"
     """Fuse the small kernels of the text blocks: about 10 % less time per update, after a minute at the first step and some for
     much shorter sequences. It needs a C compiler. auto: on a GPU."""
-    logit_chunk: int = 1024
-    """Target tokens whose logits are in memory at the same time (several fp32 copies of the vocabulary each)."""
-
-    def __post_init__(self):
-        refuse_below_1(self, "logit_chunk")
 
 
 # ------------------------------------------------------------------------------------------------ the policy
@@ -118,9 +114,6 @@ class Policy(nn.Module):
         `features`: from the output of another policy with the same frozen tower."""
         # Pack the bundles into one sequence, each prompt once.
         packed = pack_bundles(bundles, self.model.config.image_token_id, self.patch * self.merge)
-        forbidden = set(self.never_sampled) & set(packed.targets.tolist())
-        if forbidden:
-            raise ValueError(f"tokens {sorted(forbidden)} have mask 1, but they are never sampled")
         predictors = torch.from_numpy(packed.predictors).to(self.device)  # [N]
         targets = torch.from_numpy(packed.targets).to(self.device)  # [N]
 
@@ -134,7 +127,7 @@ class Policy(nn.Module):
         # Score chunk by chunk.
         head = self.model.lm_head.weight
         logprobs, entropies = _ChunkedLogprobs.apply(
-            hidden, head, targets, temperature, self.never_sampled, self.cfg.logit_chunk
+            hidden, head, targets, temperature, self.never_sampled, LOGIT_CHUNK
         )
         loss_weights = torch.from_numpy(packed.loss_weights).to(self.device)  # [N]
         behaviour_logprobs = torch.from_numpy(packed.behaviour_logprobs).to(self.device)  # [N]

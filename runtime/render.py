@@ -11,14 +11,17 @@ each role's turns, even in a row's system prompt. In text that we mark as our ow
 """
 
 import codecs
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from episode import Prompt
+from runtime.config import ConfigError
 from runtime.prompts import OURS, Live, Prompts
 from runtime.video import Clip
 from runtime.visual import ContractError, VisualContract, read_json
@@ -247,3 +250,43 @@ def _joined(parts: list[str | Clip]) -> list[str | Clip]:
         else:
             joined.append(part)
     return joined
+
+
+# ------------------------------------------------------------------------------------------------ the chat template of a checkpoint
+
+
+def refuse_template(source: Path, renderer: Renderer, schemas: dict[str, dict]) -> None:
+    """Refuse a chat template that does not continue a dialogue as rollouts do, and a tool whose schema has another name.
+    `schemas`: those of the tools, by their keys in tools.TOOLS."""
+    for key, schema in schemas.items():
+        name = schema["function"]["name"]
+        if name != key:
+            raise ConfigError(
+                f"tools.TOOLS[{key!r}]: the model would call it {name!r}, by its function's name; use that"
+            )
+    if problem := template_problem(renderer, list(schemas.values())):
+        raise ConfigError(
+            f"{source}: its chat template does not continue a dialogue as rollouts do: {problem}. "
+            "Put the Instruct model's chat_template.jinja into this folder"
+        )
+
+
+def template_problem(renderer: Renderer, schemas: list[dict]) -> str:
+    """Return where a dialogue that the chat template renders as a whole, as in SFT, differs from the same dialogue turn by
+    turn, as in a rollout. Empty: nowhere."""
+    opening = [{"role": "system", "content": "Look."}, {"role": "user", "content": "Which?"}]
+    said = THINK_PREFIX + "I see.\n</think>\n<tool_call>\n{}\n</tool_call>"
+    turn = {"role": "assistant", "content": said}
+    for tools, role, contents in ((schemas, "tool", ["red", "blue"]), (None, "user", ["red"])):
+        replies = [{"role": role, "content": content} for content in contents]
+        try:
+            prompt = renderer.render(opening, tools, generate=True).ids
+            grown = [*prompt, *renderer.encode(said), renderer.end_of_turn, *renderer.continuation(contents, role).ids]
+            whole = renderer.render([*opening, turn, *replies], tools, generate=True).ids
+        except (ContractError, TemplateError, TypeError) as error:  # TypeError: it reads no lists of parts
+            return str(error)
+        if grown != whole:
+            same = os.path.commonprefix([grown, whole])
+            template_text, rollout_text = (renderer.decode(ids[len(same) :][:8]) for ids in (whole, grown))
+            return f"after {renderer.decode(same[-8:])!r} it writes {template_text!r}, and a rollout {rollout_text!r}"
+    return ""

@@ -8,34 +8,39 @@
         run.save(step)                                # RUN/state, and RUN/models if cfg.export_every is set
     run.export()                                      # RUN/model
 
-script.open_run holds the folder's lock. All ranks call all of these functions.
+folder.hold_folder locks the folder. All ranks call all of these functions.
 """
 
-import importlib.metadata
-import importlib.util
 import json
 import math
 import os
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import yaml
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from runtime.checkpoints import export, load_state, save_state, weights_digest
-from runtime.config import ConfigError, refuse_below_1
+from runtime.checkpoints import (
+    export,
+    load_state,
+    read_config,
+    refuse_quantized,
+    save_state,
+    saved_step,
+    weights_digest,
+)
+from runtime.config import ConfigError
 from runtime.dataset import DataConfig
 from runtime.distributed import gather, local_size, peak_memory, print0, rank, world_size
+from runtime.folder import refuse_other_weights, save_run
+from runtime.lines import append_line, read_lines, write_lines
 from runtime.plan import GIB, Plan, PlanConfig, count, meta_policy
-from runtime.policy import Policy, PolicyConfig, dtype_of
+from runtime.policy import Policy, PolicyConfig
 from runtime.prompts import OURS, Prompts
 from runtime.visual import VisualContract
 
@@ -56,9 +61,10 @@ class OptimConfig:
     max_grad_norm: float = 1.0
 
     def __post_init__(self):
+        # With the first three it would learn nothing, without an error. torch refuses the betas late and without their name.
         betas = len(self.betas) == 2 and max(self.betas) < 1
-        if self.lr <= 0 or self.max_grad_norm <= 0 or not 0 <= self.warmup < 1 or not betas:
-            raise ValueError(f"{self}: needs lr > 0, max_grad_norm > 0, 0 <= warmup < 1 and two betas below 1")
+        if self.lr == 0 or self.max_grad_norm == 0 or self.warmup >= 1 or not betas:
+            raise ValueError(f"{self}: needs lr > 0, max_grad_norm > 0, warmup < 1 and two betas below 1")
 
 
 def make_optimizer(policy: Policy, cfg: OptimConfig) -> torch.optim.AdamW:
@@ -124,9 +130,11 @@ class RunConfig:
     optim: OptimConfig = OptimConfig()
     steps: int
     eval_every: int = 10
+    """Evaluate every so many steps, and after the last one. 0: only then."""
     save_every: int = 10
+    """Save a training state every so many steps, and after the last one. 0: only then."""
     keep: int = 2
-    """How many complete training states stay on disk."""
+    """How many complete training states stay on disk. 0: all."""
     export_every: int = 0
     """Every so many steps, write the policy to RUN/models/step-000040. 0: only at the end, to RUN/model."""
     decoders: int = 2
@@ -134,14 +142,6 @@ class RunConfig:
     report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
     """Trackers that also get the metrics of metrics.jsonl. Each must be installed."""
     plan: PlanConfig = PlanConfig()
-
-    def __post_init__(self):
-        refuse_below_1(self, "steps", "eval_every", "save_every", "keep", "decoders")
-        if not self.run.strip():
-            raise ValueError(f"run = {self.run!r}: the run would use the current folder; name a folder")
-        for name in self.report_to:
-            if importlib.util.find_spec(name) is None:
-                raise ValueError(f"report_to = {list(self.report_to)}: {name} is not installed; `pip install {name}`")
 
     @property
     def think_prefix(self) -> bool:
@@ -154,22 +154,28 @@ class RunConfig:
         return max(1, min(self.decoders, (os.cpu_count() or 1) // local_size()))
 
 
-def require_memory(cfg: RunConfig, dry: bool, plans: Callable[[RunConfig], list[Plan]]) -> None:
-    """Show what memory a run needs, and refuse one that does not fit on this machine's GPUs. A dry run plans for the GPUs of
-    `plan`."""
-    meta_policy(cfg.policy)  # refuses other model families
-    if not dry:
-        dtype_of(cfg.policy)
-        cfg = replace(cfg, plan=replace(cfg.plan, gpus=local_size()))
-    gpu_gib = cfg.plan.gpu_gib
+# ------------------------------------------------------------------------------------------------ before a run
+
+
+def require_memory(cfg: PlanConfig, plans: Sequence[Plan]) -> None:
+    """Show what memory each GPU needs. Refuse what does not fit on this machine's GPUs or, without one, on those of `plan`."""
+    gpu_gib = cfg.gpu_gib
     if torch.cuda.is_available():
         gpu_gib = torch.cuda.get_device_properties(0).total_memory / GIB
-    elif dry:
-        print0(f"  note    there is no GPU here: planned for plan.gpus = {cfg.plan.gpus}, plan.gpu_gib = {gpu_gib:.4g}")
-    if dry or torch.cuda.is_available():
-        for plan in plans(cfg):
-            plan.show(gpu_gib)
-            plan.require_room(gpu_gib)
+    else:
+        print0(f"  note    there is no GPU here: planned for plan.gpus = {cfg.gpus}, plan.gpu_gib = {gpu_gib:.4g}")
+    for plan in plans:
+        plan.show(gpu_gib)
+        plan.require_room(gpu_gib)
+
+
+def require_weights(cfg: RunConfig, source: Path) -> None:
+    """Refuse weights that cannot be trained here, and a resumed run that began with others: its reference and its frozen tower
+    would be new, and its text model old."""
+    read_config(source)  # refuses other families
+    refuse_quantized(source)
+    if saved_step(Path(cfg.run) / "state"):
+        refuse_other_weights(Path(cfg.run), source, f"policy.checkpoint = {cfg.policy.checkpoint!r}")
 
 
 # ------------------------------------------------------------------------------------------------ a run
@@ -195,8 +201,8 @@ class Run:
             self.metrics = Metrics(cfg, name, self.steps_done, shown)
 
     def is_time(self, step: int, every: int) -> bool:
-        """Return whether something that happens every so many steps, and after the last one, happens after this step."""
-        return (step + 1) % every == 0 or step + 1 == self.cfg.steps
+        """Return whether something is due after this step: every so many steps (0: never) and after the last one."""
+        return step + 1 == self.cfg.steps or (every > 0 and (step + 1) % every == 0)
 
     def log(self, step: int, measured: dict[str, float]) -> None:
         """Write a step's metrics. `bad_steps: 1` means that the gradient was not finite and the update was skipped."""
@@ -304,16 +310,13 @@ class Metrics:
             project = os.environ.get("WANDB_PROJECT", "minparavt")
             self._wandb = wandb.init(project=project, name=cfg.run, dir=cfg.run, config=asdict(cfg))
 
-        # Keep the lines of the steps that are done. Later steps run again, and a killed run may leave half a line.
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
-        whole = [line for line in lines if line.endswith("}")]
-        kept = [line for line in whole if json.loads(line)["step"] < steps_done]
-        write_whole(self._path, "".join(line + "\n" for line in kept))
+        # Keep the lines of the steps that are done. Later steps run again.
+        lines = read_lines(self._path) if self._path.exists() else []
+        write_lines(self._path, [line for line in lines if line["step"] < steps_done])
 
     def write(self, step: int, values: dict[str, float]) -> None:
         values = {"time": round(time.time(), 3), **values}  # seconds since the epoch
-        with self._path.open("a") as file:
-            file.write(json.dumps({"step": step, **values}) + "\n")
+        append_line(self._path, {"step": step, **values})
         if self._board:
             for key, value in values.items():
                 self._board.add_scalar(key, value, step)
@@ -322,47 +325,3 @@ class Metrics:
         keys = [key for key in self._shown if key in values] + [key for key in ALARMS if values.get(key)]
         figures = " ".join(f"{key} {values[key]:.4g}" for key in keys)
         print(f"{self._name} step {step + 1}/{self._steps} {figures}", flush=True)
-
-
-# ------------------------------------------------------------------------------------------------ the record of a run
-
-
-def save_run(cfg: Any, run_dir: str | Path, **more: Any) -> None:
-    """Write what is needed to repeat the run: config.yaml and run.json. `more` goes into run.json."""
-    run_dir = Path(run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    # JSON turns tuples into lists, so the file is plain YAML that `load` reads back.
-    text = yaml.safe_dump(json.loads(json.dumps(asdict(cfg))), sort_keys=False, allow_unicode=True)
-    write_whole(run_dir / "config.yaml", text)  # `refuse_other_run` reads it before a run resumes
-    # A run that continues with other code keeps the commits with which it began.
-    path = run_dir / "run.json"
-    before = json.loads(path.read_text()) if path.exists() else {}
-    commits = before.get("commits", [])
-    if commits[-1:] != [git_commit()]:
-        commits.append(git_commit())
-    packages = {package.name: package.version for package in importlib.metadata.distributions()}
-    run = {"command": sys.argv, "commits": commits, "python": sys.version, **more, "packages": packages}
-    write_whole(path, json.dumps(run, indent=1))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file completely or, if the process or the machine dies, not at all."""
-    unborn = path.with_name(path.name + ".new")
-    with unborn.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())  # without it, a power cut may leave the renamed file empty
-    unborn.rename(path)
-
-
-def git_commit() -> str:
-    """Return the commit that is checked out, with `+` when files (but results) differ from it, or "unknown"."""
-    git = ["git", "-C", str(Path(__file__).parent.parent)]
-    try:
-        commit = subprocess.check_output(
-            [*git, "rev-parse", "--short=12", "HEAD"], stderr=subprocess.DEVNULL, text=True
-        )
-        changed = subprocess.check_output([*git, "status", "--porcelain", "-uno", "--", ".", ":!results"])
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return commit.strip() + ("+" if changed else "")

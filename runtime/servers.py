@@ -3,16 +3,15 @@
     engine = SGLang(servers, renderer)
     engine.wait_until_ready()                       # each server is healthy and has sampled a token
 
-Every reply must echo the trainer's prompt ids and carry the current weights' version. A lost request goes to another server.
-After a time-out, MAX_FAILURES failures in a row or a failed weight update, a server is left out, and the run goes on with the
-others.
+A new prompt goes to the next server in turn, and all requests with it follow, because that server's cache holds it. Every reply
+must echo the trainer's prompt ids and carry the current weights' version. A lost request is asked on the other servers. After a
+time-out, MAX_FAILURES failures in a row or a failed weight update, a server is left out, and the run goes on with the others.
 
 Deliberately missing: restarts (the same command brings a server back), streaming, weight sync over NCCL, seeds.
 """
 
 import logging
 import os
-import random
 import shutil
 import subprocess
 import tempfile
@@ -20,7 +19,6 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,8 @@ import requests
 from PIL import Image
 
 from episode import Prompt
-from runtime.engine import Engine, EngineError, EngineLost, Sample
+from runtime.distributed import local_rank
+from runtime.engine import Engine, EngineError, EngineLost, Sample, map_in_threads
 from runtime.processes import MEMORY, kill_group
 from runtime.render import Renderer
 from runtime.video import Clip
@@ -41,19 +40,23 @@ IMAGE_BYTES = 7e9  # bytes of /dev/shm for the servers' images: 64 requests in f
 MAX_FAILURES = 3  # a server that fails so often in a row is left out
 
 
-class Failure(requests.RequestException):
-    """A reply without usable tokens. Requests that get no reply, or an error, raise another RequestException."""
-
-
 @dataclass(eq=False)
 class Server:
     url: str
     gpus: str = ""  # "4,5"; empty: we did not start it
     log: Path | None = None  # of ours
     process: subprocess.Popen | None = None
-    busy: int = 0  # requests in flight
     failures: int = 0  # in a row; requests in flight together fail together, and count once
     last_failure: float = 0.0  # when the last one was counted
+
+    @property
+    def exited(self) -> bool:
+        """We started it, and its process has ended."""
+        return self.process is not None and self.process.poll() is not None
+
+
+class Failure(requests.RequestException):
+    """A reply without usable tokens. Requests that get no reply, or an error, raise another RequestException."""
 
 
 class SGLang(Engine):
@@ -70,49 +73,30 @@ class SGLang(Engine):
         self.urls = [server.url for server in servers]
         self.renderer = renderer
         self._frames = FrameFiles(frames)
-        self._last_reader = weakref.WeakKeyDictionary()  # prompt -> the server that read it last
+        self._server_of = weakref.WeakKeyDictionary()  # prompt -> the server that reads it
+        self._turn = local_rank()  # the ranks of a node share its servers: each rank begins with another one
         self._lock = threading.Lock()  # held whenever one of these fields, or a field of a server, changes
-
-    def wait_until_ready(self) -> None:
-        """Wait until each server is healthy and has sampled a token. If one does not, kill ours."""
-        payload = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
-        deadline = time.monotonic() + self.start_timeout
-        waiting = [*self.servers]
-        while waiting:
-            server = waiting[0]
-            seconds = max(1.0, deadline - time.monotonic())
-            try:
-                # A server samples before its own warm-up has ended, and dies if weights are pushed until then.
-                request_json(server.url + "/health", seconds)  # 503 while it warms up
-                request_json(server.url + "/generate", seconds, payload)
-                waiting.remove(server)
-            except requests.RequestException as error:
-                exited = server.process is not None and server.process.poll() is not None
-                if exited or time.monotonic() > deadline:
-                    failure = server_problem(server, error)
-                    self.close()
-                    raise EngineError(failure) from None
-                time.sleep(0.2)
 
     def generate(self, prompt, ids, clips, *, max_new_tokens, temperature, seed, stop=()) -> Sample:
         all_ids = prompt.ids + ids
-        sampling = {
-            "temperature": temperature,
-            "sampling_seed": seed % 2**31,  # SGLang ignores it without --enable-deterministic-inference
-            "max_new_tokens": max_new_tokens,
-            "stop_token_ids": list(stop),
-            "top_p": 1.0,  # SGLang does not renormalise log-probs after truncation
-            "top_k": -1,
-            "skip_special_tokens": False,
-            "logit_bias": {str(token): -1000.0 for token in self.renderer.never_sampled},
-        }
         payload = {
             "input_ids": self.renderer.compact(all_ids),
             "image_data": self._frames.urls([*prompt.clips, *clips]),
+            "sampling_params": {
+                "temperature": temperature,
+                "sampling_seed": seed % 2**31,  # SGLang ignores it without --enable-deterministic-inference
+                "max_new_tokens": max_new_tokens,
+                "stop_token_ids": list(stop),
+                "top_p": 1.0,  # SGLang does not renormalise log-probs after truncation
+                "top_k": -1,
+                "skip_special_tokens": False,
+                "logit_bias": {str(token): -1000.0 for token in self.renderer.never_sampled},
+            },
+            "return_logprob": True,
+            "return_prompt_token_ids": True,
         }
-        payload |= {"sampling_params": sampling, "return_logprob": True, "return_prompt_token_ids": True}
 
-        # Ask one server after the other, but none twice.
+        # Ask the prompt's server. If the request is lost, ask one of the others, but none twice.
         asked = []
         problem = ""
         while True:
@@ -121,54 +105,30 @@ class SGLang(Engine):
                 left = [server for server in self.servers if server not in asked]
                 if not left:
                     raise EngineError(f"a request failed on {len(asked)} servers; the last one: {problem}")
-                server = self._pick_server(left, prompt)
-                server.busy += 1
+                server = self._pick_server(prompt, left)
                 version = self.version
+            asked.append(server)
             sent = time.monotonic()
             try:
                 reply = request_json(server.url + "/generate", self.request_timeout, payload)
                 sample = self._read_sample(reply, all_ids, version)
                 with self._lock:
                     server.failures = 0
-                return sample  # served
+                return sample
             except requests.RequestException as error:
                 problem = str(error)  # only its text: the traceback would keep this call and its clips in memory
                 self._count_failure(server, error, sent)
-                asked.append(server)  # lost: ask another server
-            finally:
-                with self._lock:
-                    server.busy -= 1
 
-    def update_weights(self, path: str | Path, version: int, push: bool = True) -> None:
-        with self._lock:
-            self.snapshot = str(path)
-            self.version = version
-            self._last_reader.clear()  # new weights empty the servers' caches
-        if push:  # to all servers at once; the pool is not waited for, since after Ctrl-C a server may hang
-            pool = ThreadPoolExecutor(len(self.urls))
-            list(pool.map(self._push_weights, [*self.servers]))
-        self._require_servers()
-
-    def close(self) -> None:
-        """Send no further request, and kill our servers and their child processes."""
-        with self._lock:
-            servers = self.servers
-            self.servers = []
-        for server in servers:
-            kill(server)
-        shutil.rmtree(self._frames.folder, ignore_errors=True)
-
-    # -------------------------------------------------------------------------------------------- requests
-
-    def _pick_server(self, usable: list[Server], prompt: Prompt) -> Server:
-        """Return the server that read this prompt last, since its cache holds it. If the least busy server has at least 8
-        requests fewer (about a group), return that one. All ranks share the servers, so draw among equals."""
-        chosen = min(usable, key=lambda server: (server.busy, random.random()))
-        reader = self._last_reader.get(prompt)
-        if reader in usable and reader.busy < chosen.busy + 8:
-            chosen = reader
-        self._last_reader[prompt] = chosen
-        return chosen
+    def _pick_server(self, prompt: Prompt, left: list[Server]) -> Server:
+        """Return the prompt's server. If the prompt has none yet, or the request was lost there, take the next in turn."""
+        own = self._server_of.get(prompt)
+        if own in left:
+            return own
+        server = left[self._turn % len(left)]
+        self._turn += 1
+        if own not in self.servers:  # the prompt is new, or its server was left out
+            self._server_of[prompt] = server
+        return server
 
     def _read_sample(self, reply: Any, ids: list[int], version: int) -> Sample:
         """Parse a reply. Refuse one that has the wrong weights, or does not continue the prompt that the trainer reads."""
@@ -193,16 +153,6 @@ class SGLang(Engine):
             raise ContractError(f"{differ}: compare preprocessor_config.json with the run's `visual` keys")
         return Sample(sampled, logprobs, finish, version)
 
-    # -------------------------------------------------------------------------------------------- servers
-
-    def _push_weights(self, server: Server) -> None:
-        """Make a server load the current snapshot, or leave it out."""
-        payload = {"model_path": self.snapshot, "weight_version": str(self.version), "flush_cache": True}
-        try:
-            request_json(server.url + "/update_weights_from_disk", self.request_timeout, payload)
-        except (requests.RequestException, EngineError) as error:  # EngineError: it refuses the snapshot
-            self._leave_out(server, error)
-
     def _count_failure(self, server: Server, failure: Exception, sent: float) -> None:
         """Leave a server out that timed out, or failed MAX_FAILURES times in a row. Requests that were sent before its last
         failure count once, because all requests in flight fail together."""
@@ -214,18 +164,64 @@ class SGLang(Engine):
         if unusable:
             self._leave_out(server, failure)
 
-    def _leave_out(self, server: Server, problem: Exception) -> None:
+    # -------------------------------------------------------------------------------------------- weights and servers
+
+    def update_weights(self, path: str | Path, version: int, push: bool = True) -> None:
+        with self._lock:
+            self.snapshot = str(path)
+            self.version = version
+        if push:  # to all servers at once
+            list(map_in_threads(self._push_weights, [*self.servers], at_once=len(self.urls)))
+        self._require_servers()
+
+    def _push_weights(self, server: Server) -> None:
+        """Make a server load the current snapshot, or leave it out."""
+        payload = {"model_path": self.snapshot, "weight_version": str(self.version), "flush_cache": True}
+        try:
+            request_json(server.url + "/update_weights_from_disk", self.request_timeout, payload)
+        except (requests.RequestException, EngineError) as error:  # EngineError: it refuses the snapshot
+            self._leave_out(server, error)
+
+    def wait_until_ready(self) -> None:
+        """Wait until each server is healthy and has sampled a token. If one does not, kill ours."""
+        payload = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1}}
+        deadline = time.monotonic() + self.start_timeout
+        for server in self.servers:
+            while True:
+                seconds = max(1.0, deadline - time.monotonic())
+                try:
+                    # A server samples before its own warm-up has ended, and dies if weights are pushed until then.
+                    request_json(server.url + "/health", seconds)  # 503 while it warms up
+                    request_json(server.url + "/generate", seconds, payload)
+                    break
+                except requests.RequestException as error:
+                    if server.exited or time.monotonic() > deadline:
+                        problem = server_problem(server, error)
+                        self.close()
+                        raise EngineError(problem) from None
+                    time.sleep(0.2)
+
+    def _require_servers(self) -> None:
+        if not self.servers:
+            raise EngineLost("no server is left: the engine was closed, or each failed; the lines above say why")
+
+    def _leave_out(self, server: Server, failure: Exception) -> None:
         """Send no more requests to a server, and kill it if it is ours."""
         with self._lock:
             if server not in self.servers:
                 return
             self.servers.remove(server)
-            log.warning("servers left: %d, because %s", len(self.servers), server_problem(server, problem))
+            log.warning("servers left: %d, because %s", len(self.servers), server_problem(server, failure))
         kill(server)
 
-    def _require_servers(self) -> None:
-        if not self.servers:
-            raise EngineLost("no server is left: the engine was closed, or each failed; the lines above say why")
+    def close(self) -> None:
+        """Send no further request, and kill our servers and their child processes."""
+        with self._lock:
+            servers = self.servers
+            self.servers = []
+        for server in servers:
+            kill(server)
+        shutil.rmtree(self._frames.folder, ignore_errors=True)
 
 
 def kill(server: Server) -> None:
@@ -236,12 +232,11 @@ def kill(server: Server) -> None:
             image.unlink(missing_ok=True)
 
 
-def server_problem(server: Server, problem: Exception) -> str:
+def server_problem(server: Server, failure: Exception) -> str:
     """Return a sentence about a server that failed, with the end of its log if it is ours."""
     if not server.process:
-        return f"the server at {server.url} failed: {problem}"
-    exited = server.process.poll() is not None
-    reason = f"exit code {server.process.returncode}" if exited else str(problem)
+        return f"the server at {server.url} failed: {failure}"
+    reason = f"exit code {server.process.returncode}" if server.exited else str(failure)
     end = "\n".join(server.log.read_text("utf-8", "replace").splitlines()[-20:])
     return f"the server on GPU {server.gpus} failed: {reason}; {server.log} ends:\n{end}"
 

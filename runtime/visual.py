@@ -19,8 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from runtime.config import UserError
 from runtime.video import Clip
 
+MERGE = 2  # MERGE x MERGE patches become one token
 TEMPORAL_PATCH = 2  # a patch spans two frames; an image is repeated to fill it
 LARGEST_IMAGE = 16_777_216  # pixels; Qwen3-VL's published processor shrinks larger images
 # The published processors, by their patch size in pixels: Qwen2.5-VL normalises with CLIP's mean and std.
@@ -34,7 +36,7 @@ PROCESSORS = {
 }
 
 
-class ContractError(ValueError):
+class ContractError(UserError):
     """Two parts of the system would show the model different inputs."""
 
 
@@ -51,8 +53,6 @@ class VisualContract:
     """Area to which frames of a crop are scaled. null: they are as large as overview frames."""
     patch: int = 16
     """Side of a vision patch in pixels: 16 for Qwen3-VL, 14 for Qwen2.5-VL. PROCESSORS has the mean and std that belong to it."""
-    merge: int = 2
-    """merge x merge patches become one token."""
     stamp: str = "<{:.1f} seconds>"
     """The text before each frame, with the decoded frame's true time. Other models use `{clock}` (HH:MM:SS) or `{i}`
     (the frame's index in its clip). Empty: no stamps."""
@@ -64,22 +64,15 @@ class VisualContract:
     """Most frames of a crop."""
 
     def __post_init__(self):
-        for name in ("patch", "merge", "overview_frames", "crop_fps", "crop_max_frames"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} = {getattr(self, name)}: must be positive")
         if self.patch not in PROCESSORS:
             raise ValueError(f"patch = {self.patch}: 16 (Qwen3-VL) or 14 (Qwen2.5-VL)")
-        for name in ("frame_pixels", "crop_frame_pixels"):
-            area = getattr(self, name)
-            if area is not None and area < self.cell**2:
-                raise ValueError(f"{name} = {area}: at least one token, {self.cell**2} pixels")
         if self.max_frame_pixels is not None and self.max_frame_pixels < self.frame_pixels:
             raise ValueError(f"max_frame_pixels = {self.max_frame_pixels}: at least frame_pixels = {self.frame_pixels}")
 
     @property
     def cell(self) -> int:
         """The side in pixels of the square that becomes one token."""
-        return self.patch * self.merge
+        return self.patch * MERGE
 
     def frame_size(self, width: int, height: int) -> tuple[int, int]:
         """Return the (width, height) to decode at. Every later resize (transformers', SGLang's) then changes nothing."""
@@ -134,6 +127,7 @@ class VisualContract:
         path = Path(checkpoint) / "visual.json"
         processor = read_json(Path(checkpoint) / "preprocessor_config.json") or {}
         saved = read_json(path) or {"patch": processor.get("patch_size", cls.patch)}
+        saved.pop("merge", None)  # checkpoints of older versions have it; it was always 2
         try:
             return cls(**saved)
         except (TypeError, ValueError) as error:  # a key of another version, an impossible value
@@ -169,12 +163,12 @@ class VisualContract:
 
     def _processor_constants(self) -> dict[str, Any]:
         """Return the keys of preprocessor_config.json that cannot differ between training and sampling."""
-        constants = {"patch_size": self.patch, "merge_size": self.merge, "temporal_patch_size": TEMPORAL_PATCH}
+        constants = {"patch_size": self.patch, "merge_size": MERGE, "temporal_patch_size": TEMPORAL_PATCH}
         return constants | {name: PROCESSORS[self.patch][name] for name in ("image_mean", "image_std")}
 
 
 def patchify(
-    clips: Sequence[Clip], patch: int = 16, merge: int = 2, device: torch.device | str = "cpu"
+    clips: Sequence[Clip], patch: int = 16, merge: int = MERGE, device: torch.device | str = "cpu"
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return pixel_values float32 [P, 3 * 2 * patch * patch], on the device, and grid int64 [frames, 3] = (1, rows, columns),
     on the host. P: patches of all frames.

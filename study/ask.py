@@ -17,14 +17,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from episode import Call, Prompt, Task, dump
+from episode import Call, Prompt, Task, episode_record
 from rollout import AgentContext, RolloutConfig, SubagentConfig, render_prompt, run_episode
 from runtime import config
-from runtime.checks import USER_ERRORS, refuse_template, require_servers
+from runtime.config import UserError
 from runtime.engine import Engine, Sample
-from runtime.open_engine import open_engine
+from runtime.lines import append_line
+from runtime.open_engine import open_engine, require_servers
 from runtime.prompts import Prompts
-from runtime.render import Renderer
+from runtime.render import Renderer, refuse_template
 from runtime.script import expandable_segments, open_checkpoint
 from runtime.video import Clip, VideoError, Videos
 from tools import TOOLS, schemas_of
@@ -51,7 +52,7 @@ def main() -> int:
             context = open_context(args.model, args.prompts, videos, cfg)
             with contextlib.closing(context.engine):
                 return run_ask(args, context)
-    except (VideoError, *USER_ERRORS) as error:
+    except (VideoError, UserError, FileNotFoundError) as error:
         sys.exit(f"error: {error}")
 
 
@@ -98,8 +99,8 @@ def run_ask(args: argparse.Namespace, context: AgentContext) -> int:
     episode = run_episode(context, task, k, render_prompt(task, k, context), 0)
     print(f"\n{len(episode.main.turns)} turns, {len(episode.calls)} calls, {episode.seconds:.1f} s {episode.error}")
     if args.trace:
-        with args.trace.open("w", encoding="utf-8") as file:
-            dump(episode, file, context.renderer.readable)
+        args.trace.write_text("")  # empties the file of an earlier question
+        append_line(args.trace, episode_record(episode, context.renderer.readable))
     return int(bool(episode.error_kind))
 
 

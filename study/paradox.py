@@ -25,8 +25,9 @@ from typing import NamedTuple
 from evals.results import read_results
 from evals.tables import markdown, per_item
 from runtime.config import read_tree
+from runtime.folder import git_commit
 from runtime.processes import start_group
-from runtime.run import ALARMS, git_commit
+from runtime.run import ALARMS
 from study import toy
 
 SEEDS = 5

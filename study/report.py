@@ -13,6 +13,7 @@ import argparse
 import base64
 import hashlib
 import io
+import itertools
 import json
 import math
 import re
@@ -32,8 +33,8 @@ from evals.tables import per_item
 from grpo import token_advantages
 from rewards import Anchor, turn_texts
 from runtime.answers import final_answer
-from runtime.config import ConfigError, read_tree
-from runtime.dataset import DataError
+from runtime.config import ConfigError, UserError, read_tree
+from runtime.lines import read_lines
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import Clip, SizeRule, VideoError, Videos, uniform_indices
 from runtime.visual import VisualContract
@@ -77,7 +78,7 @@ def read_run_data(path: Path, model: Path | None = None) -> RunData:
     if not path.is_file():
         config = read_tree(path / "config.yaml")
         if (path / "metrics.jsonl").exists():  # of a training that has done a step
-            run.rows = [json.loads(line) for line in results.whole_lines(path / "metrics.jsonl")]
+            run.rows = list(read_lines(path / "metrics.jsonl"))
             run.note = k_of_training(config)
         evaluated = [result for result in results.read_run(path).values() if result.records]
         if evaluated:
@@ -122,7 +123,7 @@ def read_episodes(run: RunData, files: list[Path], config: dict, renderer: Rende
     with Videos(workers=1) as videos:
         for i in uniform_indices(len(files), STEPS):
             step = re.search(r"step-(\d+)", files[i].name)  # the files of an evaluation have none
-            for episode in episodes_of(results.whole_lines(files[i])[:EPISODES]):
+            for episode in episodes_of(itertools.islice(read_lines(files[i]), EPISODES)):
                 try:
                     decode_frames(episode, videos, renderer.contract)
                 except VideoError as error:
@@ -398,7 +399,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         runs = [read_run_data(path, args.model) for path in args.runs]
-    except (ConfigError, DataError) as error:
+    except UserError as error:
         sys.exit(f"error: {error}")
     runs.sort(key=lambda run: [*LINES, run.name].index(run.name))  # in the order of LINES; others come last
     out = args.out or args.runs[0].resolve().parent / "report.html"

@@ -25,7 +25,6 @@ import json
 import random
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +42,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
+from runtime.engine import map_in_threads
 from runtime.prompts import SUBAGENT_REQUEST, subagent_system_prompt, system_prompt
 from runtime.render import CHAT_TEMPLATE, TEMPLATE_TAGS
 from runtime.script import progress_bar
@@ -366,9 +366,8 @@ def build_toy(root: Path, seed: int = 0, sizes: dict[str, int] = SIZES) -> None:
     (root / "videos").mkdir(parents=True, exist_ok=True)
     splits = draw_splits(seed, sizes)
     flashes = [flash for split in splits.values() for flash in split]
-    with ThreadPoolExecutor(2) as pool:
-        written = pool.map(lambda flash: write_video(root / "videos" / flash.name, flash), flashes)
-        list(progress_bar(written, total=len(flashes), desc="videos", unit="file"))
+    written = map_in_threads(lambda flash: write_video(root / "videos" / flash.name, flash), flashes, at_once=2)
+    list(progress_bar(written, total=len(flashes), desc="videos", unit="file"))
 
     rng = random.Random(f"rows {seed}")
     train = splits["train"]

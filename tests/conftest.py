@@ -22,7 +22,7 @@ from scripted import Scripted, by_chance
 
 import eval as evaluation
 import rl
-from runtime.checks import USER_ERRORS
+from runtime.config import UserError
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import Videos
 from runtime.visual import VisualContract
@@ -121,10 +121,10 @@ def refused(capsys):
 
     def check(cfg: evaluation.EvalConfig, match: str) -> str:
         capsys.readouterr()
-        with pytest.raises(USER_ERRORS, match=match) as error:
+        with pytest.raises((UserError, FileNotFoundError, PermissionError), match=match) as error:
             evaluation.main(cfg)
-        with pytest.raises(USER_ERRORS, match=match):
-            evaluation.dry_run(cfg)
+        with pytest.raises((UserError, FileNotFoundError, PermissionError), match=match):
+            evaluation.main(cfg, dry=True)
         return f"{error.value}\n{capsys.readouterr().out}"
 
     return check

@@ -17,6 +17,7 @@ from episode import Episode, Group, Prompt, Task, Trajectory, episodes_of
 from rewards import assign_rewards
 from rollout import AgentContext, RolloutConfig, rollout
 from runtime.engine import Sample
+from runtime.lines import read_lines
 from runtime.prompts import subagent_system_prompt
 from runtime.render import END_OF_TURN, THINK_PREFIX, Renderer
 from runtime.video import Clip, VideoError, VideoInfo, uniform_indices, window_indices
@@ -28,7 +29,7 @@ END = "<|im_end|>"
 
 
 def load_episodes(path: Path) -> list[Episode]:
-    return episodes_of(path.read_text("utf-8").splitlines())
+    return episodes_of(read_lines(path))
 
 
 NO_TABLE = np.zeros((0, 3), np.int64)  # of a video without a file

@@ -194,7 +194,7 @@ def write_config(path: Path, toy_dir: Path, rows: str, **changes) -> Path:
 
 def rl_config(path: Path, toy_dir: Path, **changes) -> Path:
     small = {"gating": [4, 8], "steps": 6, "batch_tasks": 2, "save_every": 2}
-    small["rollout"] = {"max_turns": 1, "max_new_tokens": 48, "temperature": 1.0, "subagents": {"max_new_tokens": 8}}
+    small["rollout"] = {"max_rounds": 1, "max_new_tokens": 48, "temperature": 1.0, "subagents": {"max_new_tokens": 8}}
     changes["grpo"] = {"group_size": 4} | changes.get("grpo", {})
     return write_config(path, toy_dir, "rl.parquet", **small | changes)
 

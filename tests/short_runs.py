@@ -8,7 +8,6 @@ import rl
 from rewards import assign_rewards
 from rl import RLConfig
 from runtime import config
-from runtime.script import dry_run
 
 
 def train(path: Path, toy_dir: Path, **changes) -> list[dict]:
@@ -18,7 +17,7 @@ def train(path: Path, toy_dir: Path, **changes) -> list[dict]:
 
 
 def try_out(cfg: RLConfig) -> None:
-    dry_run(cfg, rl.SCRIPT)
+    rl.main(cfg, dry=True)
 
 
 def pay_by_chance(groups, renderer, cfg, judge) -> None:

@@ -16,7 +16,6 @@ from evals.tables import read_published
 from rl import RLConfig
 from runtime import config
 from runtime.dataset import DataError
-from runtime.script import dry_run
 
 PAGE = (REPO / "docs" / "node.md").read_text("utf-8")
 SECTION = PAGE.partition("## Every row of the paper")[2].partition("\n## ")[0]
@@ -128,15 +127,15 @@ def test_the_dry_run_of_each_training_lacks_only_its_start(words, toy_dir, capsy
     start = cfg.policy.checkpoint
     lacks_start = pytest.raises(config.ConfigError, match=f"{start}: neither a folder nor a model on the hub")
     with lacks_start if start.startswith("runs/") else contextlib.nullcontext():
-        dry_run(cfg, rl.SCRIPT)
-    assert "ok      data: " in capsys.readouterr().out
+        rl.main(cfg, dry=True)
+    assert "data: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", commands("eval.py"), ids=" ".join)
 def test_the_dry_run_of_each_evaluation_names_all_data_that_are_missing(words):
     cfg = rows.load(EvalConfig, REPO / words[0], words[1:])
     with pytest.raises(DataError) as missing:
-        evaluation.dry_run(cfg)
+        evaluation.main(cfg, dry=True)
     told = dict(line.split(": ", 1) for line in str(missing.value).splitlines())
     assert set(told) == set(cfg.splits)
     assert all("hf download" in told[split] for split in cfg.splits)

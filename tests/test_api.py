@@ -214,7 +214,7 @@ def test_an_evaluation_heeds_the_bound_and_writes_the_key_nowhere(
 ):
     there = endpoint("red")
     cfg = theirs(there)
-    evaluation.dry_run(cfg)
+    evaluation.main(cfg, dry=True)
     assert len(there.bodies) == 1  # a small request
     assert evaluation.main(cfg) == 0
     [results] = read_run(tmp_path / "run").values()

@@ -231,11 +231,11 @@ def test_charades_restores_tenths_from_float16_and_counts_every_query(tmp_path, 
 def test_an_absent_dataset_names_the_command_that_fetches_it(tmp_path):
     root = tmp_path / "my data"
     fetch = f"hf download lmms-lab/LVBench --repo-type dataset --local-dir '{root}'"
-    for problem in ("no such folder", r"no file train-\*\.parquet, where"):
-        with pytest.raises(DataError, match=problem) as error:
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"no file train-\*\.parquet, where") as error:
             load_split("lvbench", str(root))
         assert fetch in str(error.value) and "unpack its archives" in str(error.value)
-        root.mkdir(exist_ok=True)
+        root.mkdir(exist_ok=True)  # an empty folder is like none
 
 
 def test_missing_videos_are_one_error(tmp_path, load):

@@ -25,6 +25,7 @@ from runtime.checkpoints import (
     export,
     load_policy,
     load_state,
+    refuse_quantized,
     save_state,
     saved_step,
     weight_files,
@@ -346,7 +347,7 @@ def test_weights_in_8_bits_are_refused(path, tmp_path, dtype, name):
     norm = "model.language_model.norm.weight"
     weights[norm] = weights[norm].to(dtype)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    for load in (lambda: load_policy(PolicyConfig(str(folder))), lambda: InProcess(folder, None)):
+    for load in (lambda: refuse_quantized(folder), lambda: InProcess(folder, None)):
         with pytest.raises(ConfigError, match=f"own/model.safetensors: {norm} is stored as {name}: weights must be"):
             load()
 

@@ -23,7 +23,7 @@ from dialogues import Media, parse_dialogue
 from episode import Task
 from grpo import GRPOConfig
 from rl import RLConfig, Sampler, draw_k
-from rl import count_tokens as count_prompt
+from rl import check_row as check_rl_row
 from rollout import AgentContext, RolloutConfig, ask_subagent, overview
 from runtime import config, dataset
 from runtime.dataset import DataConfig, DataError, Dataset, RowError, Rows, Source, row_errors
@@ -31,9 +31,7 @@ from runtime.packing import best_fit
 from runtime.policy import PolicyConfig
 from runtime.script import read_all_rows, read_row
 from runtime.video import Videos
-from sft import SCRIPT as SFT_SCRIPT
-from sft import Batches, SFTConfig, encode_dialogue
-from sft import count_tokens as count_row
+from sft import Batches, SFTConfig, check_row, encode_dialogue
 from tools import ClipForSubagent
 
 
@@ -176,7 +174,8 @@ ASKED = [{"role": "user", "content": "q"}, SAID]
     "messages, says",
     [
         ("{", "messages is not JSON"),
-        (None, "`messages` is not a list"),
+        (None, "TypeError: 'NoneType' object is not iterable"),
+        ([user(__file__, nframes=0)], "nframes = 0: must be a whole number above 0"),
         ([SAID], "must start with the user"),
         ([*ASKED, ASKED[1]], "two of the assistant cannot follow each other"),
         ([{"role": "user", "content": "q"}, {"role": "critic", "content": "a"}], "role 'critic'"),
@@ -187,7 +186,6 @@ ASKED = [{"role": "user", "content": "q"}, SAID]
         ([*ASKED, {"role": "user", "content": "<tool_response>\na\n</tool_response>\nWhat else?"}, ASKED[1]], "after the last </tool_response>"),
         ([user(__file__, video_start=3, video_end=3)], "video_start = 3, video_end = 3: must be seconds"),
         ([*ASKED[:1], ASKED[1] | {"tool_calls": [{"function": {}}]}], "a message has `tool_calls`: write calls into"),
-        ([user(__file__, nframes=0)], "nframes = 0: must be a whole number above 0"),
         ([{"role": "user", "content": [{"type": "video_url", "video_url": {"path": "x"}}]}], "KeyError: 'url'"),
     ],
 )  # fmt: skip
@@ -461,9 +459,9 @@ def test_a_row_that_nobody_foresaw_costs_itself_and_is_named_with_what_it_raised
     cfg = SFTConfig(run="run", policy=PolicyConfig(""), data=data, pack_tokens=2000)
     batches = Batches(data, cfg, videos, toy_renderer)
     assert sum(len(micro.bundles) for micro in batches.make(0, len(rows))) == 1
-    encode = partial(count_row, cfg=cfg, renderer=toy_renderer, videos=videos)
+    check = partial(check_row, root=trap, cfg=cfg, renderer=toy_renderer, videos=videos)
     for i, why in enumerate(whys):
-        _, reason, _ = read_row(i, Rows(path), trap, SFT_SCRIPT, encode)
+        _, reason, _ = read_row(i, Rows(path), check)
         assert why in reason
         assert batches.dataset.bad[f"sft.jsonl:{i}"] == reason
     traces = [record.exc_info[0] for record in caplog.records if record.exc_info]
@@ -488,8 +486,8 @@ def test_a_bad_rl_row_is_left_out_and_a_video_that_cannot_be_shown_fails_its_epi
         assert len(groups) == 3 and failed == {"zeros.mp4", "fifo"}
         for i, why in enumerate(["RecursionError", "UnicodeEncodeError", "no such file"]):
             assert why in sampler.dataset.bad[f"rl.jsonl:{i}"]
-        [good] = [group.task for group in groups if group.task.videos[0].endswith("good.mp4")]
-        assert count_prompt(good, cfg, toy_renderer, videos) > 0
+        tokens, oddities = check_rl_row(RL_ROW, "rl.jsonl:5", trap, cfg, toy_renderer, videos)
+        assert tokens > 0 and not oddities
 
 
 # ------------------------------------------------------------------------------------------------ batches
@@ -638,12 +636,12 @@ def test_check_data_counts_every_row_and_names_the_bad_ones(toy_dir, tmp_path, c
     rows[2]["messages"][0]["content"].append({"type": "text", "text": "why " * 3000})
     mine = DataConfig((Source(write_jsonl(tmp_path / "mine.jsonl", rows)),))
     (tmp_path / "good.mp4").symlink_to(toy_dir / "videos" / "train00000.mp4")
-    assert read_all_rows(replace(cfg, data=mine, val=good), SFT_SCRIPT) == 1
+    assert read_all_rows(replace(cfg, data=mine, val=good), check_row) == 1
     told = capsys.readouterr().out
     assert re.search(r"mine.jsonl: 3 rows, 2 unusable; (\d+) tokens, at most \1\n", told)
     assert re.search(r"  row 1: .*gone.mp4: no such file.*\n  row 2: \d+ tokens, more than pack_tokens = 2000\n", told)
     assert re.search(r"good.jsonl: 1 rows, 0 unusable; \d+ tokens", told)
-    assert read_all_rows(replace(cfg, data=good, val=None), SFT_SCRIPT) == 0
+    assert read_all_rows(replace(cfg, data=good, val=None), check_row) == 0
 
 
 def test_check_data_counts_what_is_odd_about_usable_rows(toy_dir, tmp_path, capsys):
@@ -658,7 +656,7 @@ def test_check_data_counts_what_is_odd_about_usable_rows(toy_dir, tmp_path, caps
     for rows in (odd, [[shows("train00000.mp4"), called, reply, reply, SAID]]):
         path = write_jsonl(tmp_path / "odd.jsonl", [{"messages": messages} for messages in rows])
         data = DataConfig((Source(path),), video_root=f"{toy_dir}/videos")
-        assert read_all_rows(replace(cfg, data=data, val=None), SFT_SCRIPT) == 0
+        assert read_all_rows(replace(cfg, data=data, val=None), check_row) == 0
         told.append(capsys.readouterr().out.splitlines()[1:])
     counts = [
         "2 rows with fewer replies than calls",

@@ -8,6 +8,7 @@ import signal
 import socket
 import time
 import types
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -25,11 +26,10 @@ from tiny import at_once, check_logprobs, noise, prompts_of, question, request
 
 from episode import NO_PROMPT, Prompt
 from rollout import RolloutConfig
-from runtime.checks import require_servers, require_urls
 from runtime.config import ConfigError
 from runtime.engine import EngineConfig, EngineError, EngineLost, Sample
 from runtime.inprocess import InProcess, Request, _Batch, cut_into_batches, sample_tokens
-from runtime.open_engine import for_this_machine, open_engine, start_servers
+from runtime.open_engine import for_this_machine, open_engine, require_servers, require_urls, start_servers
 from runtime.policy import matmul_fp32
 from runtime.processes import MEMORY
 from runtime.servers import MAX_FAILURES, Failure, Server, SGLang, kill
@@ -194,9 +194,6 @@ def test_new_weights_serve_every_later_sample_under_their_version(checkpoint, mo
     after = engine.generate(**row)
     assert (before.version, after.version, engine.version) == (0, 7, 7)
     assert after.ids == fresh.generate(**row).ids != before.ids
-    deeper = tiny.build(tmp_path / "deeper", 1, model.config.model_type, num_hidden_layers=5)
-    with pytest.raises(EngineError, match="does not fit this model"):
-        engine.update_weights(deeper, 8)
     engine.close(), fresh.close()
 
 
@@ -405,46 +402,56 @@ def test_servers_share_requests_and_all_have_the_weights_pushed_last(serve, prom
     for version in range(3):
         if version:
             client.update_weights(tmp_path, version)
-        samples = at_once(client, [request(prompts[0], seed=i) for i in range(16)])
-        assert {sample.version for sample in samples} == {version}
+        rows = [request(dataclasses.replace(prompts[0]), seed=i) for i in range(16)]
+        assert {sample.version for sample in at_once(client, rows)} == {version}
     states = [state_of(url) for url in client.urls]
-    assert [state["loads"] for state in states] == [2, 2]
-    assert sum(state["served"] for state in states) == 48 and min(state["served"] for state in states) >= 18
+    assert [(state["loads"], state["served"]) for state in states] == [(2, 24), (2, 24)]
 
 
-def test_the_rollouts_of_a_prompt_are_read_by_one_server_while_it_has_time(serve, renderer):
-    """Its cache has the prompt. The other server answers if the first has eight more requests, or fails."""
-    client, clips = serve("slow=0.3", "slow=0.3"), [noise(1, seed=seed) for seed in range(2)]
-    ids = renderer.render([{"role": "user", "content": [clips[0], "What?"]}], generate=True).ids
-    rows = [request(prompt, [20 + i]) for prompt in [Prompt(ids, [clip]) for clip in clips] for i in range(8)]
-    at_once(client, rows)
-    assert [list(state_of(url)["prompts"].values()) for url in client.urls] == [[8], [8]]
-    at_once(client, rows[:8] * 2)
-    assert [state_of(url)["served"] for url in client.urls] == [16, 16]
-    # The other server read it last.
-    first, last = sorted(client.urls, key=lambda url: len(state_of(url)["prompts"]))
-    os.kill(state_of(last)["pid"], signal.SIGKILL)
-    client.generate(**rows[0])
-    assert state_of(first)["served"] == 17
+@pytest.mark.parametrize("ranks, prompts_of_a_rank", [(1, 40), (4, 40), (4, 2)])
+def test_each_server_gets_its_share_of_the_prompts(renderer, monkeypatch, ranks, prompts_of_a_rank):
+    """Within 10 %, although a prompt's requests all go to one server. Past bug: each rank's first prompts went to the first
+    servers, so with two prompts a rank, two of four servers had no work."""
+    readers = defaultdict(set)  # a prompt's first id -> the servers that were asked about it
+
+    def reply(url: str, seconds: float, payload: dict) -> dict:
+        readers[payload["input_ids"][0]].add(url)
+        return {"meta_info": META, "prompt_token_ids": payload["input_ids"]}
+
+    monkeypatch.setattr("runtime.servers.request_json", reply)
+    for rank in range(ranks):
+        monkeypatch.setattr("runtime.servers.local_rank", lambda rank=rank: rank)
+        with contextlib.closing(connect(renderer, [f"http://server-{i}" for i in range(4)])) as client:
+            first = 100 * rank
+            prompts = [Prompt([first + i], []) for i in range(prompts_of_a_rank)]
+            at_once(client, [request(prompt, [20] * turn) for prompt in prompts for turn in range(4)])
+    counts = Counter(url for urls in readers.values() for url in urls)
+    assert {len(urls) for urls in readers.values()} == {1}
+    assert list(counts.values()) == pytest.approx([ranks * prompts_of_a_rank / 4] * 4, rel=0.1)
 
 
-def test_a_prompt_stays_with_the_server_that_read_it_first_and_leaves_no_entry_once_freed(serve, renderer):
-    client, clip = serve("", "", ""), noise(1)
+def test_a_prompt_stays_with_its_server_while_that_is_in_use(serve, renderer, tmp_path):
+    """Also with new weights, and if one of its requests was lost there and asked elsewhere."""
+    client, clip = serve("abort", ""), noise(1)  # the first server aborts every second request
     prompt = Prompt(question(renderer, [clip], "What?"), [clip])
-    for turn in range(9):  # all servers are idle, so without the prompt they would be drawn
+    for turn in range(8):
+        if turn == 4:
+            client.update_weights(tmp_path, 1)
         client.generate(**request(prompt, [20] * turn))
-    at_once(client, [request(prompt, [20 + i]) for i in range(8)])
-    assert sorted(state_of(url)["served"] for url in client.urls) == [0, 0, 17]
-    assert len(client._last_reader) == 1
+    assert [state_of(url)["served"] for url in client.urls] == [8, 4]
+    client.servers[0].process.kill()
+    for _ in range(MAX_FAILURES + 4):
+        client.generate(**request(prompt))
+    assert len(client.servers) == 1
+    assert state_of(client.urls[1])["served"] == 4 + MAX_FAILURES + 4
+
+
+def test_a_prompt_leaves_no_entry_once_freed(serve, prompts):
+    client, prompt = serve(), dataclasses.replace(prompts[0])
+    client.generate(**request(prompt))
+    assert len(client._server_of) == 1
     del prompt
-    assert not client._last_reader
-
-
-def test_servers_without_work_are_drawn(renderer):
-    """Past bug: each rank's first prompt went to the first server."""
-    client = connect(renderer, ("http://127.0.0.1:9", "http://127.0.0.1:10"))
-    assert {client._pick_server(client.servers, Prompt([], [])) for _ in range(64)} == set(client.servers)
-    client.close()
+    assert not client._server_of
 
 
 def test_a_server_on_several_gpus_is_told_so_and_named_by_them(renderer, prompts, tmp_path, monkeypatch, caplog):
@@ -455,9 +462,9 @@ def test_a_server_on_several_gpus_is_told_so_and_named_by_them(renderer, prompts
         return fake_server(renderer, port)
 
     monkeypatch.setattr("runtime.open_engine.server_command", command)
-    cfg = EngineConfig(server_gpus=(4, 5, 6, 7), server_args=("--a=1",), tensor_parallel=2)
+    cfg = EngineConfig(server_gpus=(4, 5, 6, 7), server_args=("--tp-size=8",), tensor_parallel=2)
     client = open_engine("", renderer, cfg, tmp_path / "run" / "logs")
-    assert told == [["--a=1", "--tp-size=2"]] * 2 and len(set(client.urls)) == 2
+    assert told == [["--tp-size=8", "--tp-size=2"]] * 2 and len(set(client.urls)) == 2
     assert {path.name for path in (tmp_path / "run" / "logs").iterdir()} == {"sglang-gpu4,5.log", "sglang-gpu6,7.log"}
     first, second = client.servers
     second.process.kill()
@@ -475,9 +482,8 @@ def test_a_server_on_several_gpus_is_told_so_and_named_by_them(renderer, prompts
 
 
 def test_servers_need_whole_groups_of_gpus():
-    for wrong in ({"server_gpus": (4, 5, 6)}, {"server_args": ("--tp-size=2",)}, {"server_args": ("--tp", "2")}):
-        with pytest.raises(ValueError, match="tensor_parallel"):
-            RolloutConfig(tensor_parallel=2, **wrong)
+    with pytest.raises(ValueError, match="tensor_parallel"):
+        RolloutConfig(tensor_parallel=2, server_gpus=(4, 5, 6))
 
 
 @pytest.mark.parametrize(
@@ -510,7 +516,7 @@ def test_what_servers_cannot_run_with_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     monkeypatch.setattr("torch.cuda.device_memory_used", lambda gpu: (1 + 69 * gpu) << 30)
-    monkeypatch.setattr("runtime.checks.SECONDS_TO_FREE", 0)
+    monkeypatch.setattr("runtime.open_engine.SECONDS_TO_FREE", 0)
     with pytest.raises(ConfigError, match=r"another process holds 70 GiB of GPU 1; end it \(`nvidia-smi`"):
         require_servers(RolloutConfig(server_gpus=(0, 1)))
     require_servers(RolloutConfig(server_gpus=(0,)))
@@ -535,18 +541,6 @@ def test_the_memory_of_a_server_that_was_killed_is_waited_for(monkeypatch):
     assert used == [1]
 
 
-def test_only_servers_of_this_machine_may_be_named(serve):
-    """By any of its names: servers read frames and weights from its files."""
-    port = urlsplit(serve().urls[0]).port
-    for host in ("localhost", "127.0.0.1", "127.1", socket.gethostname()):
-        require_urls([f"http://{host}:{port}/"])
-    for host in ("192.0.2.1", "no-such-host.invalid"):
-        with pytest.raises(ConfigError, match=rf"http://{host}:1 is not on this machine, whose files servers read"):
-            require_urls([f"http://{host}:1"])
-    with pytest.raises(ConfigError, match="no server answers at http://127.0.0.1:9; start it, or correct"):
-        require_urls(["http://127.0.0.1:9"])
-
-
 def test_each_server_at_an_url_tells_which_model_it_serves(serve, tmp_path, capsys):
     """A server of another run serves that run's last weights."""
     client = serve("", "")
@@ -561,7 +555,7 @@ def test_each_server_at_an_url_tells_which_model_it_serves(serve, tmp_path, caps
 
 @pytest.mark.parametrize("reply", [None, [], {}, {"model_path": None}], ids=str)
 def test_a_server_that_does_not_tell_its_model_may_be_used(monkeypatch, capsys, reply):
-    monkeypatch.setattr("runtime.checks.request_json", lambda url, seconds: reply)
+    monkeypatch.setattr("runtime.open_engine.request_json", lambda url, seconds: reply)
     require_urls(["http://127.0.0.1:9"])
     assert not capsys.readouterr().out
 
@@ -610,19 +604,18 @@ def test_if_a_server_does_not_start_the_others_end_and_the_end_of_its_log_is_tol
 def test_a_server_is_left_out_after_three_failures_in_a_row_and_requests_in_flight_count_once(serve, prompts, caplog):
     client = serve("abort", "")  # it aborts every second request
     bad, good = client.servers
-    good.busy = 1  # so that `bad` is asked first
     sent = time.monotonic()
     for _ in range(64):
         client._count_failure(bad, Failure("connection reset"), sent)
     assert bad.failures == 1
     for failures in (2, 0, 1, 0):
-        client.generate(**request(dataclasses.replace(prompts[0])))  # a prompt that no server has read
+        client.generate(**request(prompts[0]))  # `bad` is asked first
         assert bad.failures == failures
     bad.process.kill()
     bad.process.wait()
     for _ in range(MAX_FAILURES):
         assert client.servers == [bad, good]
-        assert client.generate(**request(dataclasses.replace(prompts[0]))).finish == "stop"
+        assert client.generate(**request(prompts[0])).finish == "stop"
     assert client.servers == [good]
     [line] = caplog.messages
     assert line.startswith("servers left: 1, because the server on GPU 0 failed: exit code -9; ")
@@ -635,7 +628,6 @@ def test_a_server_that_hangs_is_left_out_at_once_and_its_owner_kills_it(serve, r
     os.kill(process.pid, signal.SIGSTOP)
     for client, killed in ((visitor, False), (owner, True)):
         client.request_timeout = 1.0
-        client.servers[1].busy = 1  # so that the first is asked first
         assert client.generate(**request(prompts[0])).finish == "stop"
         assert [server.url for server in client.servers] == owner.urls[1:]
         assert alive(process.pid) is not killed
@@ -672,7 +664,6 @@ def test_a_server_is_ready_for_weights_once_it_has_warmed_up(serve, renderer, pr
 def test_a_server_that_does_not_take_the_weights_is_left_out(serve, prompts, tmp_path, caplog, fault, told):
     client = serve(fault, "")
     if fault != "swap":
-        client.servers[1].busy = 1
         client.generate(**request(prompts[0]))
     client.update_weights(tmp_path, 1)
     assert [server.gpus for server in client.servers] == ["1"] and told in caplog.text

@@ -28,7 +28,7 @@ from scripts import REPO, Forked, finish, line, lines, sections, start, wait_for
 
 import eval as evaluation
 from episode import Task
-from eval import EvalConfig, as_trained, dry_run
+from eval import EvalConfig, as_trained
 from evals import rows, tables
 from evals.benchmarks import SPLITS, Item, load_split
 from evals.results import read_results, read_run, resume
@@ -37,10 +37,10 @@ from rollout import derive_seed
 from runtime import config
 from runtime.dataset import DataError
 from runtime.engine import EngineError
+from runtime.folder import only_run_in
 from runtime.open_engine import for_this_machine
 from runtime.prompts import Prompts
 from runtime.render import END_OF_TURN
-from runtime.script import only_run_in
 from study import report as report_page
 from study.toy import DURATIONS
 
@@ -61,7 +61,7 @@ def write(toy_dir, tmp_path):
             "splits": {"toy": str(toy_dir)},
             "frames": [4],
             "prompting": {"protocol": "direct"},
-            "rollout": {"temperature": 0, "max_turns": 1, "max_new_tokens": 24, "subagents": {"max_new_tokens": 8}},
+            "rollout": {"temperature": 0, "max_rounds": 1, "max_new_tokens": 24, "subagents": {"max_new_tokens": 8}},
             "decoders": 1,
         }
         tree["rollout"]["think_prefix"] = True
@@ -393,7 +393,7 @@ def test_two_evaluations_in_one_folder_ask_nothing_twice(write, model, tmp_path,
     def overtaken(*given, **more):
         monkeypatch.setattr(evaluation, "open_engine", plain)
         with monkeypatch.context() as patch:
-            patch.setattr(evaluation, "only_run_in", lambda folder: contextlib.nullcontext())
+            patch.setattr(evaluation, "hold_folder", lambda cfg, folder: contextlib.nullcontext())
             run(path)
         return plain(*given, **more)
 
@@ -538,7 +538,7 @@ def test_results_of_an_older_version_are_refused_with_one_sentence(write, model,
     run(write())
     file = results_file(tmp_path)
     file.write_text('{"name": "toy", "split": "toy", "weights": "abc", "total": 8}\n' + file.read_text())
-    refused(load(write()), "line 1 is no result: delete the line if it is damaged, or the folder if an older version")
+    refused(load(write()), "line 1 is no result of this version of the code: delete the folder")
 
 
 def test_scores_are_broken_down_by_a_field_of_the_rows(tmp_path):
@@ -546,7 +546,7 @@ def test_scores_are_broken_down_by_a_field_of_the_rows(tmp_path):
     write_results(tmp_path, "videomme", [*rows, line("4", 1)], total=2700)  # the last has none
     found = sections(tables.all_tables([tmp_path], by="duration"))["By duration"]
     assert [row[4:] for row in found[2:]] == [["l", "1", "0.0"], ["s", "2", "100.0"], ["z", "1", "100.0"]]
-    with pytest.raises(DataError, match="--by topic: no record has that field; those of VideoMME have duration"):
+    with pytest.raises(DataError, match="--by topic: no record has that field"):
         tables.all_tables([tmp_path], by="topic")
 
 
@@ -555,7 +555,7 @@ def test_a_damaged_line_is_named(tmp_path):
         path = write_results(tmp_path, "lvbench", lines("10"))
         first, second = path.read_text().splitlines()
         path.write_text(f"{first}\n{damage}\n{second}\n")
-        with pytest.raises(DataError, match="lvbench-K64-parallel.jsonl: line 2 is no result: delete the line"):
+        with pytest.raises(config.UserError, match="lvbench-K64-parallel.jsonl: line 2 is damaged: delete it"):
             tables.all_tables([tmp_path])
 
 
@@ -692,12 +692,11 @@ def test_a_model_opens_its_turns_as_it_was_trained_to_unless_the_config_says_oth
 
 def test_a_dry_run_refuses_what_the_run_would(toy_dir, capsys, refused):
     usual = [f"checkpoint={toy_dir}/model", f"splits={{toy: {toy_dir}}}", "rollout.server_gpus=[]"]
-    dry_run(load(CONFIGS / "rows.yaml", *OURS, *usual))
-    assert "ok      toy: 8 items, 16 episodes" in capsys.readouterr().out  # with tools and without
+    evaluation.main(load(CONFIGS / "rows.yaml", *OURS, *usual), dry=True)
+    assert "toy: 8 items, 16 episodes" in capsys.readouterr().out  # with tools and without
     for override, rule in (
         ("visual={frame_pixels: 4096}", "this run has 4096, the checkpoint 1024"),
         ("rollout.urls=[localhost:9]", "no server answers at localhost:9"),
-        ("run=/dev/null/here", "/dev/null is not a writable folder"),
     ):
         refused(load(CONFIGS / "rows.yaml", *OURS, *usual, override), rule)
 
@@ -705,11 +704,11 @@ def test_a_dry_run_refuses_what_the_run_would(toy_dir, capsys, refused):
 def test_all_missing_splits_are_one_fault_and_a_dry_run_downloads_nothing(write, refused, capsys):
     refused(
         load(write(), "splits={toy: nowhere, mlvu: gone}"),
-        "^toy: nowhere: no such folder.*\nmlvu: gone: no such folder",
+        "^toy: nowhere: no file test.parquet.*\nmlvu: gone: no file test-",
     )
     refused(load(write(), "checkpoint=runs/sft_8b/model"), "runs/sft_8b/model: neither a folder nor a model on the hub")
     refused(load(write(), "checkpoint=tests/model"), "tests/model: neither a folder")  # tests/ is here, so it is a path
-    dry_run(load(write(), "checkpoint=Somebody/Else"))
+    evaluation.main(load(write(), "checkpoint=Somebody/Else"), dry=True)
     assert "note    checkpoint: Somebody/Else was not looked up; the run fetches it" in capsys.readouterr().out
 
 
@@ -728,10 +727,10 @@ def test_a_model_of_others_may_have_another_template_but_the_run_says_so(write, 
     template = tmp_path / "other" / "chat_template.jinja"
     template.write_text(template.read_text().replace("assistant\\n' if", "assistant\\n<think>\\n' if"))
     cfg = load(write(), f"checkpoint={tmp_path}/other", "limit=1", "rollout.max_new_tokens=4")
-    for work in (dry_run, evaluation.main):
-        assert not work(cfg)
+    for dry in (True, False):
+        assert not evaluation.main(cfg, dry)
         assert f"  note    {tmp_path}/other: its chat template does not continue a dialogue" in capsys.readouterr().out
-    agent = load(write(), f"checkpoint={tmp_path}/other", "prompting.protocol=agent")
+    agent = load(write(), f"checkpoint={tmp_path}/other", "prompting.protocol=agent", f"run={tmp_path}/agent")
     refused(agent, "its chat template does not continue a dialogue as rollouts do")
 
 
@@ -739,8 +738,9 @@ def test_what_cannot_run_says_so(write):
     api = {"url": "http://x", "model": "m"}
     for changes, rule in (
         ({"arms": ["none"]}, "only the protocol 'agent' has arms; leave the default"),
+        ({"frames": []}, "frames and arms: each needs at least one value"),
         ({"rollout": {"dispatch": "none"}}, "rollout.dispatch = 'none': set `arms` instead"),
-        ({"api": {"url": "http://x"}}, "api: url = 'http://x': set `model`"),
+        ({"frames": [0]}, "an overview has at least 1 frame"),
         ({"api": api, "prompting": {}}, "an API cannot open a turn or stop at a tag"),
     ):
         with pytest.raises(config.ConfigError, match=rule):

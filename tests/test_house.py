@@ -10,8 +10,8 @@ ROOMS = ("runtime", "evals", "study")
 METHOD = ("episode", "data", "tools", "rollout", "rewards", "metrics", "grpo", "rl", "dialogues", "sft", "eval")
 FILES = [path for path in REPO.glob("*.py") if path.stem in METHOD]
 FILES += [path for room in ROOMS for path in REPO.glob(f"{room}/*.py")]
-# What each room may import. The data types are a room of their own, on the ground floor. Only they import from it: the video's
-# Clip. `eval` is the only script of the method that may import from evals.
+# What each room may import. The data types are a room of their own, on the ground floor: of the runtime, they import only the
+# video's Clip and the writer of lines. `eval` is the only script of the method that may import from evals.
 ROOMS_BELOW = ["types", "runtime", "method", "evals", "study"]
 MAY_IMPORT = {room: set(ROOMS_BELOW[: i + 1]) for i, room in enumerate(ROOMS_BELOW)}
 MAY_IMPORT["types"] = {"runtime"}

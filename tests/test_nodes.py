@@ -12,7 +12,7 @@ import requests
 from scripts import Forked, fake_server, finish, rl_config
 
 import rl
-from runtime import checks, config, open_engine, weights
+from runtime import config, folder, open_engine, weights
 from runtime.dataset import DataConfig, Source
 from runtime.policy import PolicyConfig
 from runtime.run import RunConfig
@@ -20,14 +20,15 @@ from runtime.script import run_script
 from runtime.weights import WeightSync
 
 
-@pytest.mark.parametrize("what", ["lock", "config", "commit", "checkpoint"])
+@pytest.mark.parametrize("what", [".lock", "config", "commit", "checkpoint"])
 def test_a_node_with_another_run_folder_settings_code_or_cold_start_is_refused(tmp_path, monkeypatch, what):
     (tmp_path / ".lock").write_text("process 1 on node 0")
     cfg = RunConfig(run=str(tmp_path), policy=PolicyConfig(""), data=DataConfig((Source("rows"),)), steps=1)
-    monkeypatch.setattr(checks, "gather", lambda mine: [mine, {key: key != what and mine[key] for key in mine}])
-    told = "sees another folder; run must be" if what == "lock" else rf"differs from rank 0 \({what}.*\): start all"
-    with pytest.raises(config.ConfigError, match=f"rank 1 {told}"):
-        checks.refuse_unlike_nodes(cfg, tmp_path)
+    monkeypatch.setattr(
+        folder, "gather", lambda mine: [mine, {key: not key.endswith(what) and mine[key] for key in mine}]
+    )
+    with pytest.raises(config.ConfigError, match=rf"rank 1 differs from rank 0 \(.*{what}.*\): start all nodes alike"):
+        folder.refuse_unlike_nodes(cfg, tmp_path)
 
 
 def train_rl(cfg: Path) -> None:

@@ -1,6 +1,5 @@
 """docs/one_step.md: its figures are those of its record and of this code, and its calculations are right."""
 
-import json
 import math
 import re
 from dataclasses import dataclass, replace
@@ -17,13 +16,13 @@ from metrics import add_format_metrics
 from rewards import assign_rewards
 from rl import RLConfig
 from runtime import config
+from runtime.lines import read_lines
 from runtime.packing import pack_bundles
 from runtime.video import Clip
 from study.lab import Characters
 
 PAGE = (REPO / "docs" / "one_step.md").read_text("utf-8")
-RECORD, *EPISODES = (REPO / "docs" / "one_step.jsonl").read_text("utf-8").splitlines()
-RECORD = json.loads(RECORD)
+RECORD, *EPISODES = read_lines(REPO / "docs" / "one_step.jsonl")
 
 
 @dataclass

@@ -1,6 +1,8 @@
 """The memory plan equals the model's real parameters, and the activations that autograd really keeps. It warns if a run may
 not fit, and refuses a run that cannot."""
 
+import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,17 +12,55 @@ import torch
 from scripts import REPO
 
 from grpo import GRPOConfig
-from rl import RLConfig
+from rl import RLConfig, plan_rl
+from rollout import RolloutConfig
 from runtime import config
 from runtime.checkpoints import load_policy
 from runtime.config import ConfigError
-from runtime.plan import GIB, PlanConfig, count, meta_policy, plan_rl, plan_training
+from runtime.plan import GIB, PUBLISHED, Plan, PlanConfig, count, meta_policy, plan_training
 from runtime.policy import PolicyConfig
 from runtime.run import require_memory
 from runtime.visual import VisualContract
-from sft import SFTConfig, plan_sft
+from sft import SFTConfig
 
 EIGHT = PolicyConfig("Qwen/Qwen3-VL-8B-Instruct")
+
+
+def load(name: str, *overrides: str) -> SFTConfig | RLConfig:
+    """Load a config of configs/ by its name."""
+    return config.load(SFTConfig if "sft" in name else RLConfig, REPO / "configs" / f"{name}.yaml", overrides)
+
+
+def plans_of(cfg: SFTConfig | RLConfig) -> list[Plan]:
+    if isinstance(cfg, SFTConfig):
+        return [plan_training(cfg.policy, cfg.plan.gpus, cfg.pack_tokens)]
+    return plan_rl(cfg, cfg.plan.gpus)
+
+
+PAGE = (REPO / "docs" / "node.md").read_text("utf-8")
+MEMORY = re.search(r"^\| config \| GPUs that train .*?\n\n", PAGE, re.M | re.S)[0].splitlines()[2:-1]
+
+
+@pytest.mark.parametrize("row", MEMORY, ids=lambda row: row.split("`")[1])
+def test_the_memory_of_node_md_is_the_plans(row):
+    """Its cells: config, GPUs that train, GiB of each, GPUs that sample, GiB of each."""
+    names, *cells = row.strip("|").split("|")
+    for name in re.findall(r"\w+", names):
+        cfg = load(name)
+        training, *engine = plans_of(cfg)
+        numbers = [f"{cfg.plan.gpus}", f"{training.total_gib:.1f}"]
+        for plan in engine:
+            numbers += [f"{len(cfg.rollout.server_gpus)}", f"{plan.total_gib:.1f}"]
+        assert re.findall(r"[\d.]+", "|".join(cells[:4])) == numbers
+
+
+def test_the_sizes_that_need_no_download_are_those_from_which_trainings_start():
+    needed = {"mwxely/ParaVT-8B-SFT"}  # in docs/node.md
+    for path in (REPO / "configs").glob("*.yaml"):
+        policy = load(path.stem).policy
+        if not path.stem.startswith("toy_"):
+            needed.add(policy.family or policy.checkpoint)
+    assert PUBLISHED.keys() == needed
 
 
 def test_the_8b_shapes_are_the_published_ones():
@@ -39,13 +79,8 @@ def test_the_shapes_of_qwen25_vl_7b_are_the_published_ones():
 def test_the_sums_are_what_the_real_update_holds():
     """The figures are GiB of live tensors at the peak of a real update, counted on meta tensors."""
     for name, gib in (("paragrpo_8b", 53.4), ("sft_8b", 29.9), ("sft_2b_1gpu", 32.2), ("paragrpo_2b_1gpu", 38.0)):
-        if name.startswith("sft"):
-            [plan] = plan_sft(config.load(SFTConfig, REPO / "configs" / f"{name}.yaml"))
-        else:
-            cfg = config.load(
-                RLConfig, REPO / "configs" / f"{name}.yaml", ["rollout.server_gpus=[]", "rollout.urls=[http://x]"]
-            )
-            [plan] = plan_rl(cfg)
+        urls = [] if name.startswith("sft") else ["rollout.server_gpus=[]", "rollout.urls=[http://x]"]
+        [plan] = plans_of(load(name, *urls))
         uses = plan.held | plan.used
         overhead = uses.pop("overhead: CUDA, NCCL, kernels, and 5 % between tensors")
         assert sum(uses.values()) / GIB == pytest.approx(gib, rel=0.03)
@@ -66,22 +101,21 @@ def test_what_may_not_fit_is_warned_of_and_what_cannot_is_refused(monkeypatch, c
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=int(10.5 * GIB)))
     with pytest.raises(ConfigError, match="do not fit into 10.5 GiB"):
-        require_memory(SimpleNamespace(policy=EIGHT, plan=PlanConfig()), True, lambda cfg: [plan])
+        require_memory(PlanConfig(), [plan])
 
 
 def test_knobs_move_the_sum_in_their_direction():
     base = plan_training(EIGHT, 8, 8192).total_gib
     assert plan_training(EIGHT, 4, 8192).total_gib > base > plan_training(EIGHT, 8, 4096).total_gib
-    for change in ({"freeze": ()}, {"logit_chunk": 4096}, {"activation_checkpointing": False}):
+    for change in ({"freeze": ()}, {"activation_checkpointing": False}):
         assert plan_training(PolicyConfig(EIGHT.checkpoint, **change), 8, 8192).total_gib > base
 
 
 def rl_plans(**changes):
-    rollout = {"max_context": 16_384, "server_gpus": (), "urls": (), "max_batch_tokens": 1000}
-    rollout |= {"concurrency": 256, "max_new_tokens": 2048, "tensor_parallel": 1} | changes
+    rollout = RolloutConfig(**{"max_context": 16_384, "max_batch_tokens": 1000} | changes)
     sizes = {"plan": PlanConfig(4), "batch_tasks": 8, "grpo": GRPOConfig(train_tokens=8192, kl_coef=0)}
     visual = VisualContract(max_frame_pixels=602_112)
-    return plan_rl(SimpleNamespace(policy=EIGHT, visual=visual, rollout=SimpleNamespace(**rollout), **sizes))
+    return plans_of(replace(load("paragrpo_8b"), policy=EIGHT, visual=visual, rollout=rollout, **sizes))
 
 
 def test_a_full_context_and_an_engine_in_the_trainer_are_planned_for():
@@ -112,7 +146,7 @@ def test_the_engine_is_given_room_for_the_frames_that_the_contract_shows():
 
 def test_a_nodes_servers_are_planned_for_its_own_tasks(monkeypatch):
     """Past bug: the plan gave them the episodes of all nodes."""
-    monkeypatch.setattr("runtime.plan.world_size", lambda: 8)
+    monkeypatch.setattr("rl.world_size", lambda: 8)
     for ranks, rows in ((8, 16), (4, 8), (2, 4)):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         _, engine = rl_plans(server_gpus=(4, 5, 6, 7))

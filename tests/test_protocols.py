@@ -1,7 +1,6 @@
 """The protocols of the comparison: the prompts that a model reads turn by turn, and how its replies are used."""
 
 import dataclasses
-import io
 import itertools
 import json
 import random
@@ -13,7 +12,7 @@ import yaml
 from scripted import MemoryVideos, Scripted, check_trajectory
 from tiny import CONTRACT
 
-from episode import Task, dump
+from episode import Task, episode_record
 from eval import EvalConfig
 from evals import protocols, rows
 from evals.benchmarks import Cue, Item
@@ -89,7 +88,7 @@ def ask(renderer, tmp_path_factory):
 
 def check(episode, renderer, model) -> None:
     """Check that an episode can be dumped, and that each turn is sampled as a whole from all tokens before it."""
-    dump(episode, io.StringIO(), renderer.readable)
+    json.dumps(episode_record(episode, renderer.readable))
     for agent in [episode.main, *episode.subagents]:
         check_trajectory(agent, renderer)
         assert all(all(agent.mask[start:end]) for start, end in agent.turns)

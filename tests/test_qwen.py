@@ -12,9 +12,8 @@ from transformers import GenerationConfig
 
 from episode import NO_PROMPT, Episode, Task, Trajectory
 from rewards import RewardConfig, score, structural_mask
-from runtime.checks import template_problem
 from runtime.prompts import Live
-from runtime.render import THINK_PREFIX, Renderer, load_tokenizer
+from runtime.render import THINK_PREFIX, Renderer, load_tokenizer, template_problem
 from sft import target_kinds
 
 pytestmark = pytest.mark.qwen

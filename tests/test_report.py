@@ -18,7 +18,7 @@ from scripted import play as roll_out
 from scripted import turns
 from scripts import line
 
-from episode import Task, dump
+from episode import Group, Task, keep_episodes
 from rewards import structural_mask
 from runtime.render import Renderer, load_tokenizer
 from runtime.visual import VisualContract
@@ -50,9 +50,7 @@ def write_run(folder, rows, episodes=(), renderer=None, steps=(0,), **config):
     (folder / "config.yaml").write_text(yaml.safe_dump({"run": str(folder), **config}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for step in steps if episodes else ():
-        with (folder / "episodes" / f"step-{step:06d}.jsonl").open("w") as file:
-            for episode in episodes:
-                dump(episode, file, renderer.readable)
+        keep_episodes([Group(TASK, 0, episodes)], renderer.readable, folder / "episodes" / f"step-{step:06d}.jsonl")
     return folder
 
 
@@ -287,9 +285,7 @@ def test_a_file_of_episodes_has_each_frame_of_the_video_once(tmp_path, toy_dir, 
     renderer = Renderer(load_tokenizer(toy_dir / "model"), VisualContract.load(toy_dir / "model"))
     path = str(sorted((toy_dir / "videos").glob("*.mp4"))[0])
     played = play(renderer, videos, Task("t", "What?", (path,), "oe", "red"))
-    with (tmp_path / "trace.jsonl").open("w") as file:
-        for episode in played:
-            dump(episode, file, renderer.readable)
+    keep_episodes([Group(played[0].task, 0, played)], renderer.readable, tmp_path / "trace.jsonl")
     run = read_run_data(tmp_path / "trace.jsonl", toy_dir / "model")
     report.write_page(tmp_path / "page.html", [run])
     clips = [clip for agent in [played[0].main, *played[0].subagents] for clip in agent.clips]

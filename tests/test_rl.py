@@ -165,7 +165,7 @@ def test_servers_that_already_run_get_the_weights_before_the_first_batch(scripte
 
 
 def test_the_first_batch_is_checked_at_the_temperatures_of_its_agents(scripted, toy_dir, tmp_path, monkeypatch):
-    checked, agents = [], {"max_turns": 1, "temperature": 0.9, "subagents": {"temperature": 0.4}}
+    checked, agents = [], {"max_rounds": 1, "temperature": 0.9, "subagents": {"temperature": 0.4}}
     monkeypatch.setattr(rl, "require_agreement", lambda policy, groups, *temperatures: checked.append(temperatures))
     train(tmp_path / "c.yaml", toy_dir, steps=1, rollout=agents)
     assert checked == [(0.9, 0.4)]
@@ -236,7 +236,7 @@ def test_a_sampler_that_fails_ends_the_run_when_its_batch_is_due_and_spoils_no_e
 
 def test_an_evaluation_is_greedy_at_each_k_with_tools_and_without(scripted, toy_dir, tmp_path, monkeypatch):
     """Past bugs: its sub-agents were not greedy. With fewer rows than `val_tasks`, some were asked twice."""
-    rewarded, agents = [], {"max_turns": 1, "subagents": {"temperature": 0.9}}
+    rewarded, agents = [], {"max_rounds": 1, "subagents": {"temperature": 0.9}}
     monkeypatch.setattr(
         rl, "assign_rewards", lambda groups, *more: rewarded.append(groups) or assign_rewards(groups, *more)
     )

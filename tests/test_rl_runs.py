@@ -242,7 +242,7 @@ def train_beside_servers(cfg: Path, verb: str, call: int, signals: tuple[int, in
     run_script(rl.main, config.load(RLConfig, cfg))
 
 
-BESIDE_SERVERS = {"rollout": {"server_gpus": [0, 1], "max_turns": 1}, "staleness": 1, "steps": 3}
+BESIDE_SERVERS = {"rollout": {"server_gpus": [0, 1], "max_rounds": 1}, "staleness": 1, "steps": 3}
 
 
 HANGS = pytest.param(2, signal.SIGSTOP, "Read timed out", marks=pytest.mark.slow)

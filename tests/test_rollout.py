@@ -15,10 +15,11 @@ from scripts import wait_for
 from tiny import CONTRACT
 
 import rollout
-from episode import Episode, Task, dump
+from episode import Episode, Task, episode_record
 from rollout import NO_CALLS_LEFT, AgentContext, RolloutConfig, SubagentConfig, overview, render_prompt
 from runtime import dataset
 from runtime.engine import EngineError
+from runtime.lines import append_line
 from runtime.render import IMAGE_PAD
 from runtime.video import VideoError
 from runtime.visual import ContractError
@@ -211,7 +212,7 @@ def test_a_slow_call_is_given_up_and_costs_its_siblings_nothing(renderer):
 def test_after_the_last_round_calls_are_not_run(renderer):
     """The released code runs the last turn's calls and never shows their results."""
     engine = Scripted(renderer, turns("x</think>" + call() + END))
-    [episode] = play(renderer, None, engine=engine, max_turns=3)
+    [episode] = play(renderer, None, engine=engine, max_rounds=3)
     assert len(episode.main.turns) == 4 and len(episode.calls) == 3
     assert sum(is_subagent(request.prompt) for request in engine.asked) == 3
     told = [NO_CALLS_LEFT in turn for turn in user_turns(episode, renderer)]
@@ -233,7 +234,7 @@ def test_a_turn_that_is_cut_off_ends_the_episode_within_the_context(renderer):
 
 def test_sequential_dispatch_runs_one_call_per_turn_with_the_same_budget(renderer):
     said = turns("x</think>" + call(0, 10) + call(10, 20) + END)
-    [episode] = play(renderer, said, dispatch="sequential", max_turns=2, max_calls=3)
+    [episode] = play(renderer, said, dispatch="sequential", max_rounds=2, max_calls=3)
     assert len(episode.calls) == 6 and all(len(reports(turn)) == 1 for turn in user_turns(episode, renderer)[1:])
     for start, end in episode.main.turns:
         assert renderer.decode(episode.main.ids[start:end]).endswith("</tool_call>")
@@ -323,7 +324,7 @@ def test_a_bug_of_ours_and_ctrl_c_end_the_run_and_no_further_turn_starts(rendere
 
     engine = Scripted(renderer, reply, latency=0.02)
     with pytest.raises(error, match="stop"):
-        play(renderer, None, engine=engine, tasks=tasks_named(40), concurrency=2, max_turns=9)
+        play(renderer, None, engine=engine, tasks=tasks_named(40), concurrency=2, max_rounds=9)
     asked = len(engine.asked)
     time.sleep(0.15)
     assert len(engine.asked) <= asked + 1  # the other episode may just have asked
@@ -435,7 +436,7 @@ def test_random_completions_break_no_invariant(renderer, ends_as_qwen, count):
             ids += rng.choice(pieces) if rng.random() < 0.6 else [rng.choice(vocabulary)]
         return [*ids, renderer.end_of_turn]
 
-    limits = {"max_new_tokens": 300, "max_context": 3000, "max_turns": 2, "max_calls": 2, "concurrency": 16}
+    limits = {"max_new_tokens": 300, "max_context": 3000, "max_rounds": 2, "max_calls": 2, "concurrency": 16}
     engine, step = Scripted(renderer, reply), 0
     while len(engine.asked) < count:
         for episode in play(renderer, None, engine=engine, tasks=tasks_named(50), k=1, step=step, **limits):
@@ -452,25 +453,22 @@ def test_a_dumped_episode_comes_back_whole(renderer, tmp_path, tool_return):
     [episode] = play(renderer, said, tool_return=tool_return)
     episode.main.structural = [*episode.main.mask]  # as scoring fills it
     path = tmp_path / "episodes.jsonl"
-    with open(path, "w") as file:
-        dump(episode, file, renderer.readable)
-        dump(episode, file, renderer.readable)
+    append_line(path, episode_record(episode, renderer.readable))
+    append_line(path, episode_record(episode, renderer.readable))
     text = json.loads(path.read_text().splitlines()[0])["main"]["text"]  # the readable text
     assert "y</think>" in text and text.count(IMAGE_PAD) == sum(map(len, episode.main.clips))
     again, episodes = tmp_path / "again.jsonl", load_episodes(path)
     assert episodes[0].main.prompt is episodes[1].main.prompt
-    with open(again, "w") as file:
-        for loaded in episodes:
-            dump(loaded, file, renderer.readable)
-            decode_frames(loaded, MemoryVideos(), CONTRACT)
-            for ours, theirs in zip([episode.main, *episode.subagents], [loaded.main, *loaded.subagents], strict=True):
-                assert all((a.pixels == b.pixels).all() for a, b in zip(ours.clips, theirs.clips, strict=True))
+    for loaded in episodes:
+        append_line(again, episode_record(loaded, renderer.readable))
+        decode_frames(loaded, MemoryVideos(), CONTRACT)
+        for ours, theirs in zip([episode.main, *episode.subagents], [loaded.main, *loaded.subagents], strict=True):
+            assert all((a.pixels == b.pixels).all() for a, b in zip(ours.clips, theirs.clips, strict=True))
     assert again.read_text() == path.read_text()
     with pytest.raises(VideoError, match="its frame times differ"):
         decode_frames(loaded, MemoryVideos(fps=3.0), CONTRACT)
 
 
-@pytest.mark.parametrize("wrong", [{"tools": ("crop",)}, {"tools": ()}, {"max_calls": 0}], ids=str)
-def test_impossible_configs_are_refused(wrong):
-    with pytest.raises(ValueError, match="choose from|dispatch: none|positive"):
-        RolloutConfig(**wrong)
+def test_an_agent_without_tools_is_not_told_to_call_them():
+    with pytest.raises(ValueError, match="dispatch: none"):
+        RolloutConfig(tools=())

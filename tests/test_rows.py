@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from eval import EvalConfig, dry_run, with_names
+from eval import EvalConfig, main, with_names
 from evals import rows
 from evals.rows import ROWS_FILE
 from evals.tables import read_published
@@ -36,7 +36,7 @@ def test_a_row_is_asked_in_both_ways(row):
     assert (agent.temperature, agent.max_new_tokens, agent.max_context) == (0, 2048, 65536)
     assert cfg.prompting.protocol == (protocol if protocol in ("agent", "conan", "longvt", "video_zoomer") else "think")
     if cfg.agentic:
-        assert (agent.tool_return, agent.think_prefix, agent.max_turns, agent.max_calls) == ("frames", False, 3, 5)
+        assert (agent.tool_return, agent.think_prefix, agent.max_rounds, agent.max_calls) == ("frames", False, 3, 5)
     # With the authors' settings: the same weights on the same data, in a run and a row of its own.
     assert (own.name, own.run) == (f"{cfg.name} (own)", f"runs/eval/own/{row}") and cfg.run == f"runs/eval/{row}"
     assert (own.checkpoint, own.splits) == (cfg.checkpoint, cfg.splits)
@@ -53,9 +53,9 @@ def test_the_dry_run_of_every_row_names_what_is_missing_and_how_the_published_ru
         for way in ("table", "own") if row in TWO_WAYS else ("table",):
             cfg = load(f"row={row}", f"way={way}", "rollout.server_gpus=[]", "api={url: ''}")
             with pytest.raises(DataError) as missing:
-                dry_run(cfg)
+                main(cfg, dry=True)
             for split, root in cfg.splits.items():
-                assert f"{split}: {root}: no such folder" in str(missing.value)
+                assert f"{split}: {root}: no file " in str(missing.value)
             notes.setdefault(cfg.name.removesuffix(" (own)"), []).append(
                 re.findall("note    the published run: (.*)", capsys.readouterr().out)
             )
@@ -140,5 +140,5 @@ def test_a_model_of_our_own_is_named_after_its_training_and_asked_in_our_way(che
 def test_only_a_name_of_the_table_has_a_published_run(toy_dir, capsys):
     usual = [f"checkpoint={toy_dir}/model", f"splits.toy={toy_dir}", "limit=1"]
     for name, count in (("mine", 0), ("ParaVT-8B (mine)", 19)):
-        dry_run(load(*usual, f"name={name}", path=ROWS_FILE.with_name("toy.yaml")))
+        main(load(*usual, f"name={name}", path=ROWS_FILE.with_name("toy.yaml")), dry=True)
         assert capsys.readouterr().out.count("the published run:") == count

@@ -22,9 +22,10 @@ import rollout
 import sft
 from episode import Call
 from runtime import config, distributed
+from runtime.folder import only_run_in
 from runtime.policy import PolicyConfig
 from runtime.run import Metrics, RunConfig
-from runtime.script import only_run_in, run_script
+from runtime.script import run_script
 from runtime.weights import run_memory, snapshot_folders
 
 
@@ -164,7 +165,7 @@ def run_with_a_tool_that_hangs(cfg: Path, *overrides: str) -> None:
 def test_a_run_ends_although_a_tool_never_returns(toy_dir, tmp_path):
     """Past bug: Python joins all threads at its exit, so a finished run held its GPUs."""
     cfg = rl_config(tmp_path / "run.yaml", toy_dir, steps=1)
-    overrides = ["rollout.call_timeout=0.2", "rollout.max_turns=1"]
+    overrides = ["rollout.call_timeout=0.2", "rollout.max_rounds=1"]
     process = Forked(partial(run_with_a_tool_that_hangs, cfg, *overrides))
     wait_for(lambda: "done: " in Path(process.log).read_text(), process)
     assert process.communicate(timeout=10)[0].endswith("model\n") and process.returncode == 0
@@ -320,7 +321,9 @@ def test_torchrun_restarts_a_run_of_which_a_process_is_killed(toy_dir, tmp_path,
     """Past bug: all attempts shared a store, so most restarts failed with "connection refused"."""
     monkeypatch.setenv("PYTHONPATH", f"{REPO}:{REPO}/tests")
     (tmp_path / "beside.py").write_text(BESIDE_A_SERVER)
-    cfg = rl_config(tmp_path / "run.yaml", toy_dir, steps=6, save_every=1, rollout={"server_gpus": [7], "max_turns": 1})
+    cfg = rl_config(
+        tmp_path / "run.yaml", toy_dir, steps=6, save_every=1, rollout={"server_gpus": [7], "max_rounds": 1}
+    )
     process = start(str(tmp_path / "beside.py"), cfg, ranks=2, anew=True, restarts=1)
     wait_for((tmp_path / "run" / "state" / "step-00000001").exists, process)
     first, second = sorted(

@@ -3,6 +3,7 @@
 import contextlib
 import shutil
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -44,6 +45,11 @@ def test_kinds_of_target_tokens_follow_the_text(toy_renderer):
     tags = "<think></think><tool_call></tool_call><|im_end|><think></think><answer></answer><|im_end|>"
     assert text["structure"] == tags and text["arguments"] == call
     assert text["answer"] == "red" and text["prose"] == "\nLet me look closer.\n\n\nI see.\n\n"
+
+
+def test_every_kind_of_token_can_have_a_weight():
+    [kinds, _] = get_args(get_type_hints(SFTConfig)["kind_weights"])
+    assert get_args(kinds) == TOKEN_KINDS
 
 
 @pytest.mark.parametrize(
@@ -165,6 +171,13 @@ def test_each_held_out_row_is_asked_once(toy_dir, tmp_path, monkeypatch):
     ]
     assert len(set(map(str, held_out))) == len(held_out) == 3
     assert len(trained) == 4
+
+
+def test_every_0_steps_is_only_after_the_last(toy_dir, tmp_path):
+    val = {"sources": [{"path": str(toy_dir / "sft_val.parquet")}]}
+    lines = train(tmp_path / "run.yaml", toy_dir, val=val, steps=2, eval_every=0, save_every=0)
+    assert ["val_loss" in line for line in lines] == [False, True]
+    assert [path.name for path in (tmp_path / "run" / "state").iterdir()] == ["step-00000002"]
 
 
 def test_the_loss_falls_and_everything_is_written_down(uninterrupted):

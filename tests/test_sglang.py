@@ -148,7 +148,7 @@ def test_training_samples_one_step_ahead_on_a_server_of_its_own(toy_dir, toy_ren
     monkeypatch.setattr(rl, "assign_rewards", pay_by_chance)
     monkeypatch.setattr("rl.GAP_LIMIT", 1e-4)
     client = serve(toy_dir / "model", toy_renderer)
-    sampling = {"max_turns": 1, "max_new_tokens": 24, "temperature": 1.0, "urls": client.urls}
+    sampling = {"max_rounds": 1, "max_new_tokens": 24, "temperature": 1.0, "urls": client.urls}
     changes = {"optim": {"lr": 2e-5}, "batch_tasks": 8, "staleness": 1, "rollout": sampling}
     try:  # its first batch is checked against GAP_LIMIT
         rl.main(config.load(rl.RLConfig, rl_config(tmp_path / "c.yaml", toy_dir, **changes)))
