@@ -15,7 +15,7 @@ from grpo import GRPOConfig, assign_advantages, group_advantage, token_losses
 from rewards import Anchor, RewardConfig, structural_mask
 from rl import RLConfig
 from runtime.checkpoints import load_policy
-from runtime.packing import bundle_rows
+from runtime.packing import Bundle, bundle_rows
 from runtime.policy import PolicyConfig
 from runtime.render import END_OF_TURN
 from runtime.video import Clip
@@ -284,6 +284,51 @@ def test_an_update_has_the_loss_and_gradient_of_plain_transformers(toy_renderer,
     assert measured["logprob_gap"] == pytest.approx(gap.mean().item(), rel=1e-4)
     assert measured["logprob_gap_max"] == pytest.approx(gap.max().item(), rel=1e-4)
     tiny.assert_close(tiny.gradients(policy.model), tiny.gradients(plain), 1e-3)
+
+
+@pytest.mark.parametrize("kl_coef, n_learned_groups", [(0.0, 1), (0.3, 2)])
+def test_the_loss_is_a_mean_over_all_tokens_and_a_metric_over_the_learned_ones(
+    toy_renderer, toy_dir, kl_coef, n_learned_groups
+):
+    """Without a KL, the flat group is skipped: its tokens are in the loss's mean only."""
+    cfg = settings("off", grpo={"kl_coef": kl_coef})
+    groups = [
+        group_that_said(toy_renderer, cfg, [TIDY, BARE.replace("red", "blue")], "a"),
+        group_that_said(toy_renderer, cfg, [TIDY, TIDY], "b"),
+    ]
+    bundles, total_tokens = bundle_groups(groups, cfg)
+    policy = load_policy(PolicyConfig(str(toy_dir / "model")), toy_renderer.never_sampled)
+
+    def reference(bundles, temperature, features):
+        return policy(bundles, temperature, features)._replace(logprobs=policy(bundles).logprobs - 1)
+
+    # In row i, the engine's log-probs are off by gaps[i].
+    rows = rows_of(groups[0]) + rows_of(groups[1])
+    gaps = np.array([0.1, 0.3, 0.6, 0.6])
+    for row, gap in zip(rows, gaps, strict=True):
+        with torch.no_grad():
+            row.logprobs = (policy([Bundle(row.prompt, [row])]).logprobs + gap).tolist()
+    with torch.no_grad():
+        entropies = policy(bundles).entropies
+    measured = grpo.accumulate(policy, reference if kl_coef else None, bundles, total_tokens, 1.0, cfg.grpo)
+
+    # w = exp(-gap), r = 1, and the KL's k3 at d = -1 is 1/e.
+    n = np.array([row.n_sampled for row in rows])
+    advantages = np.array([*group_advantage([1, 0]), 0, 0])
+    kls = np.exp(-gaps) / math.e
+    losses = -np.exp(-gaps) * advantages + kl_coef * kls
+    learned = n * np.array([1, 1, 0, 0] if n_learned_groups == 1 else [1, 1, 1, 1])
+    expected = {
+        "loss": (n * losses).sum() / n.sum(),
+        "logprob_gap": (learned * gaps).sum() / learned.sum(),
+        "entropy": entropies.mean().item(),
+        "over_cap_fraction": 0.0,
+        "logprob_gap_max": 0.3 if n_learned_groups == 1 else 0.6,
+        "learned_tokens": learned.sum(),
+    }
+    if kl_coef:
+        expected["kl"] = (learned * kls).sum() / learned.sum()
+    assert measured == pytest.approx(expected, rel=1e-3)
 
 
 def test_an_update_without_a_row_has_no_tokens_and_nan_is_never_hidden(toy_renderer, toy_dir):

@@ -267,6 +267,23 @@ def test_the_heads_gradient_is_summed_over_chunks_in_fp32(tmp_path):
     assert ours < 1.05 * at_once
 
 
+@pytest.mark.parametrize("block", [7, 10, 20, 64])
+def test_every_row_of_the_head_has_its_gradient_also_beyond_the_first_block(monkeypatch, block):
+    """89 % of Qwen's vocabulary is beyond HEAD_BLOCK, and the tests' models are all below it."""
+    monkeypatch.setattr("runtime.policy.HEAD_BLOCK", block)
+    generator = torch.Generator().manual_seed(0)
+    hidden, head = (torch.randn(rows, 6, generator=generator).requires_grad_() for rows in (11, 20))
+    targets = torch.randint(0, 19, (11,), generator=generator)
+    weights = torch.randn(11, generator=generator)
+    plain = [x.detach().clone().requires_grad_() for x in (hidden, head)]
+    logits = (plain[0] @ plain[1].t() / 0.7).index_fill(1, torch.tensor([19]), -torch.inf)
+    (-F.cross_entropy(logits, targets, reduction="none") * weights).sum().backward()
+    logprobs, _ = _ChunkedLogprobs.apply(hidden, head, targets, 0.7, [19], 4)
+    (logprobs * weights).sum().backward()
+    for ours, theirs in zip((hidden, head), plain):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
 # ------------------------------------------------------------------------------------------------ loading
 
 
