@@ -1,4 +1,4 @@
-"""The README and the pages of docs/: the files, headings, configs, commands and figures that they name exist."""
+"""The README, CONTRIBUTING.md and the pages of docs/: the files, headings, configs, commands and figures that they name exist."""
 
 import importlib
 import re
@@ -13,7 +13,7 @@ from rl import RLConfig
 from runtime import config
 from sft import SFTConfig
 
-README, *_ = PAGES = [REPO / "README.md", *sorted(REPO.glob("docs/*.md"))]
+README, CONTRIBUTING, *_ = PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted(REPO.glob("docs/*.md"))]
 TEXT = {page: page.read_text("utf-8") for page in PAGES}
 ROOMS = (".", "runtime", "evals", "study")
 SCRIPTS = {
@@ -87,11 +87,12 @@ def test_its_loop_is_that_of_rl_py():
             rest = rest[rest.index(f"    {line}") + 1 :]
 
 
-WHERE = re.search(r"^\| term \| where \|\n(.*?)\n\n", TEXT[README], re.M | re.S)[1]
+TERMS = re.search(r"^\| term \| where \|\n(.*?)\n\n", TEXT[README], re.M | re.S)[1]
+ROUTE = re.search(r"^\| step \| function \|\n(.*?)^## ", TEXT[CONTRIBUTING], re.M | re.S)[1]
 
 
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"`((?:\w+\.)+\w+)`", WHERE))))
-def test_what_the_table_of_terms_names_is_there(name):
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`((?:\w+\.)+\w+)`", TERMS + ROUTE))))
+def test_what_the_tables_of_terms_and_of_the_route_name_is_there(name):
     """A name such as `rl.Sampler.sample` is a file, its class and a method."""
     module, *attributes = name.split(".")
     found = importlib.import_module(".".join(SCRIPTS[f"{module}.py"].relative_to(REPO).with_suffix("").parts))
