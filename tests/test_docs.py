@@ -111,6 +111,12 @@ def test_its_figures_are_those_of_the_results():
     assert len(gains) >= 2 and all(f" {gain} " in bench for gain in gains)
 
 
+def test_the_hook_runs_the_ruff_that_is_pinned():
+    hook = re.search(r"ruff-pre-commit\n +rev: v(\S+)", (REPO / ".pre-commit-config.yaml").read_text("utf-8"))[1]
+    for name in ("requirements-cpu.txt", "requirements.txt"):
+        assert f"\nruff=={hook}\n" in (REPO / name).read_text("utf-8")
+
+
 def test_the_lock_holds_what_the_requirements_pin_and_every_package_once():
     """An outdated lock would install another SGLang than the code was written for."""
     pins, locked = (
