@@ -3,10 +3,12 @@
     cfg = rows.load(EvalConfig, "configs/eval/rows.yaml", ["row=conan", "way=own"])     # as eval.py does
     list_differences("Conan-7B (own)")   # what the published run of this model did that no key expresses
 
-`row` picks a row, and `way` how it is asked: `table` (default) as in the paper's table, `own` as the model's authors do (our agent: as rl.py trains it). A YAML
-file whose `base` is rows.yaml may set both. Neither is a setting of the run, so RUN/config.yaml has neither.
+`row` picks a row, and `way` how it is asked: `table` (default) as in the paper's table, `own` as the model's authors do (our
+agent: as rl.py trains it). A YAML file whose `base` is rows.yaml may set both. Neither is a setting of the run, so
+RUN/config.yaml has neither.
 """
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -47,9 +49,7 @@ def settings_of(rows: dict, row: str, way: str, shared: dict) -> dict:
         raise ConfigError(f"way = {way!r}: {row} is not asked in this way; {suggest(way, ways)}")
     if way == "own":
         layers += own_layers
-    settings = shared
-    for layer in layers:
-        settings = merge(settings, layer)
+    settings = functools.reduce(merge, [shared, *layers])
     settings = {key: value for key, value in settings.items() if key not in NOT_SETTINGS}
 
     # Each way has a folder and a row of the table of its own.
@@ -75,9 +75,7 @@ def list_differences(name: str) -> list[str]:
     table, such as "ParaVT-8B" or "ParaVT-8B (own)"."""
     rows = read_tree(ROWS_FILE)["rows"]
     for key in rows:
-        row = {}
-        for layer in with_likes(rows, key):
-            row |= layer
+        row = functools.reduce(merge, with_likes(rows, key))
         if row.get("name") == name.partition(" (")[0]:
             return [text for group in row.get("differs", ()) for text in group]
     return []

@@ -23,7 +23,7 @@ import yaml
 
 from runtime.checkpoints import weights_digest
 from runtime.config import ConfigError, differences, load
-from runtime.distributed import barrier, gather, print0, rank
+from runtime.distributed import barrier, gather, print0, rank, world_size
 from runtime.lines import write_whole
 from runtime.visual import read_json
 
@@ -67,7 +67,6 @@ def refuse_other_run(cfg: Any) -> None:
     run = Path(cfg.run)
     if not any((run / "state").glob("step-*")) and not (run / "model").exists() and not any(run.glob(RESULTS)):
         return  # nothing can be overwritten
-    advice = "choose another `run`, or delete the folder"
     try:  # a setting that is newer than the run had its default value there
         before = load(type(cfg), run / "config.yaml")
     except ConfigError as error:
@@ -84,7 +83,8 @@ def refuse_other_run(cfg: Any) -> None:
         print0(f"{run} has other settings than before: {'; '.join(allowed)}")
     if changed:
         raise ConfigError(
-            f"{run} belongs to a run with other settings ({'; '.join(changed)}), so it cannot resume: {advice}"
+            f"{run} belongs to a run with other settings ({'; '.join(changed)}), so it cannot resume: "
+            "choose another `run`, or delete the folder"
         )
 
 
@@ -120,13 +120,14 @@ def refuse_other_weights(run: Path, source: Path, setting: str) -> None:
 
 @contextlib.contextmanager
 def hold_folder(cfg: Any, source: Path) -> Iterator[None]:
-    """Lock the folder for the length of the block. Refuse a folder that another process holds, and
-    nodes that see different folders."""
+    """Lock the folder for the length of the block. Refuse a folder that another process holds, and nodes that see another folder
+    than the first one does."""
     with contextlib.ExitStack() as held:
         if rank() == 0:
             held.enter_context(only_run_in(Path(cfg.run)))
-        barrier()  # the others read the lock
-        refuse_unlike_nodes(cfg, source)
+        if world_size() > 1:
+            barrier()  # the others read the lock
+            refuse_unlike_nodes(cfg, source)
         yield
 
 
@@ -179,8 +180,9 @@ def save_run(cfg: Any, run_dir: str | Path, **more: Any) -> None:
     path = run_dir / "run.json"
     before = json.loads(path.read_text()) if path.exists() else {}
     commits = before.get("commits", [])
-    if commits[-1:] != [git_commit()]:
-        commits.append(git_commit())
+    commit = git_commit()
+    if commits[-1:] != [commit]:
+        commits.append(commit)
     packages = {package.name: package.version for package in importlib.metadata.distributions()}
     run = {"command": sys.argv, "commits": commits, "python": sys.version, **more, "packages": packages}
     write_whole(path, json.dumps(run, indent=1))

@@ -73,8 +73,8 @@ class PolicyConfig:
 
 
 class PolicyOutput(NamedTuple):
-    """Log-prob and entropy of each target token, and its row's loss weight and behaviour log-prob, in the order bundle, row, token. (FSDP2 finds
-    tensors inside a NamedTuple.)"""
+    """Log-prob and entropy of each target token, and its row's loss weight and behaviour log-prob, in the order bundle, row, token.
+    (FSDP2 finds tensors inside a NamedTuple.)"""
 
     logprobs: Tensor  # fp32 [N]
     entropies: Tensor  # fp32 [N], of the masked softmax; a metric, without gradient
