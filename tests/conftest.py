@@ -36,6 +36,10 @@ SMALL = {"train": 30, "rl": 24, "val": 8, "test": 8}
 SMALL |= {"perception": 120, "calls": 20, "direct": 20, "sft": 300, "sft_val": 20}
 
 
+def pytest_addoption(parser) -> None:
+    parser.addoption("--renew", action="store_true", help="write the golden files anew")
+
+
 def pytest_collection_modifyitems(items) -> None:
     """Run the slowest files first, so that both workers end at about the same time."""
     items.sort(key=lambda item: item.path.stem not in ("test_ask", "test_engine", "test_eval", "test_runs"))
@@ -113,6 +117,19 @@ def scripted(monkeypatch):
     monkeypatch.setattr(rl, "open_engine", open_it)
     monkeypatch.setattr("rl.GAP_LIMIT", math.inf)
     return engines
+
+
+@pytest.fixture
+def golden(request):
+    """golden(name, text): this text stands in tests/golden/NAME. `pytest --renew` writes it there: read the diff."""
+
+    def check(name: str, text: str) -> None:
+        file = Path(__file__).parent / "golden" / name
+        if request.config.getoption("--renew"):
+            file.write_text(text, "utf-8")
+        assert text == file.read_text("utf-8")
+
+    return check
 
 
 @pytest.fixture

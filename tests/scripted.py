@@ -3,6 +3,7 @@
 [episode] = play(renderer, turns("Closer.</think>" + call + END, last, report="It is red."), tools=("my_tool",))
 """
 
+import json
 import threading
 import time
 import zlib
@@ -137,7 +138,11 @@ def turns(*said, report="I saw a cat."):
     return reply
 
 
-CROP = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 8}}\n</tool_call>'
+def crop(start: float = 0, end: float = 8, **more) -> str:
+    """Return the text of a call of crop_video."""
+    call = {"name": "crop_video", "arguments": {"start_time": start, "end_time": end} | more}
+    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+
 
 RIGHT_OR_WRONG = "I see it.\n</think>\n<answer>{}</answer>" + END_OF_TURN
 
@@ -147,7 +152,7 @@ def by_chance(prompt: str, seed: int) -> str:
     if is_subagent(prompt):
         return f"A red flash at 3 s.{END_OF_TURN}"
     if "<tools>" in prompt and "<tool_response>" not in prompt and seed % 3:
-        return f"I look.\n</think>\n{CROP}{END_OF_TURN}"
+        return f"I look.\n</think>\n{crop()}{END_OF_TURN}"
     return RIGHT_OR_WRONG.format("red" if seed % 2 else "blue")
 
 
