@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from runtime.lines import write_lines
+from runtime.lines import printable, write_lines
 from runtime.video import Clip
 
 # ------------------------------------------------------------------------------------------------ data types
@@ -190,6 +190,14 @@ def episode_record(episode: Episode, readable: Callable[[list[int]], str]) -> di
         calls.append(called)
     main = trajectory_record(episode.main, readable)
     return vars(episode) | {"task": vars(episode.task), "main": main, "calls": calls}
+
+
+def console_text(episode: Episode, readable: Callable[[list[int]], str]) -> str:
+    """Return what the main agent said and read, in at most twelve lines. The first and the last ones show its format."""
+    lines = [f"{episode.task.id}, K={episode.k}: {episode.task.question}", *readable(episode.main.ids).split("\n")]
+    if len(lines) > 12:
+        lines[8:-3] = ["..."]
+    return "\n".join(printable(line[:160]) for line in lines)
 
 
 def trajectory_record(trajectory: Trajectory, readable: Callable[[list[int]], str]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from data import parse_task
-from episode import Group, Task, Trajectory, keep_episodes
+from episode import Group, Task, Trajectory, console_text, keep_episodes
 from grpo import GRPOConfig, accumulate, assign_advantages, bundle_groups
 from metrics import add_format_metrics, describe
 from rewards import RewardConfig, assign_rewards
@@ -230,6 +230,8 @@ def train(
         if rank() == 0:
             path = run.folder / "episodes" / f"step-{step:06d}.jsonl"
             keep_episodes(groups[: cfg.dump_groups], renderer.readable, path)
+        if step % 10 == 0:
+            print0(console_text(groups[0].episodes[0], renderer.readable))
         run.log(step, measured)
 
         # Save.

@@ -26,6 +26,7 @@ import pyarrow.parquet as pq
 
 from runtime.config import UserError
 from runtime.distributed import print0
+from runtime.lines import printable
 from runtime.video import VideoError
 
 log = logging.getLogger(__name__)
@@ -79,8 +80,7 @@ def row_errors() -> Iterator[None]:
             if type(error) not in _logged:
                 _logged.add(type(error))
                 log.exception("a row raised %s, for the first time:", type(error).__name__)
-        # The reason can quote a megabyte of a row, with half characters, line breaks or terminal commands: cut and escape it.
-        raise RowError("".join(c if c.isprintable() else ascii(c)[1:-1] for c in reason[:1000])) from error
+        raise RowError(printable(reason[:1000])) from error  # it can quote a megabyte of a row
 
 
 # ------------------------------------------------------------------------------------------------ columns of a row

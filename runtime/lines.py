@@ -45,6 +45,11 @@ def json_line(record: dict[str, Any]) -> str:
     return json.dumps(record) + "\n"  # as ASCII, so that no separator of Unicode breaks the line
 
 
+def printable(text: str) -> str:
+    """Escape half characters, line breaks, and the characters that a terminal obeys."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file completely or, if the process or the machine dies, not at all."""
     unborn = path.with_name(path.name + ".new")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from episode import CALL_ERRORS, NO_PROMPT, Call, Episode, Group, Prompt, Task, Trajectory
+from episode import CALL_ERRORS, NO_PROMPT, Call, Episode, Group, Prompt, Task, Trajectory, console_text
 from metrics import describe, f_release, format_metrics
 from rewards import TAG_LIMITS, Anchor, RewardConfig
 from runtime.policy import PolicyConfig
@@ -154,3 +154,16 @@ def test_the_mfu_is_six_flops_a_weight_and_token_over_the_peak_of_a_known_gpu(mo
         assert utilisation(EIGHT, tokens=1000, seconds=2.0, gpus=4) == {"mfu": pytest.approx(mfu)}
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "another")
     assert utilisation(EIGHT, tokens=1000, seconds=2.0, gpus=4) == {}
+
+
+def test_the_console_shows_an_episode_in_twelve_lines_and_obeys_none_of_its_characters():
+    said = [
+        f"<think>{chr(27)}[2J\nA flash.\n</think>\n{CALL}<|im_end|>",
+        "\n".join("0123456789") + "\n<answer>B</answer><|im_end|>",
+    ]
+    episode = episode_of_turns(said, MCQ, Characters())
+    first, *rest = console_text(episode, Characters().decode).split("\n")
+    assert first == rf"t, K={episode.k}: Which?\nA. red\nB. blue"
+    assert (
+        len(rest) == 11 and rest[0] == r"<think>\x1b[2J" and rest[-1].endswith("</answer><|im_end|>") and "..." in rest
+    )
