@@ -88,7 +88,7 @@ def draw_tokens(axis: Axes) -> None:
         axis.barh(line + 0.7, 2, left=column, height=0.8, color=color)
         axis.text(column + 2.5, line + 0.7, text, fontsize=9, va="center")
         column += 4 + len(text)
-    axis.set(xlim=(0, 73), ylim=(line + 1.3, -0.7))
+    axis.set(xlim=(0, 95), ylim=(line + 1.3, -0.7))
     axis.axis("off")
 
 
