@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# From a blank node with eight GPUs of 80 GB to the paper's tables: environment, data, cold start, the six trainings of the
+# ablation, evaluations. docs/node.md explains what the commands print. No node has run this file yet. A test runs it on the toy.
+#
+#   bash node.sh --print           # prints the commands
+#   bash node.sh                   # runs them. A second call goes on where the first one stopped
+#   bash node.sh SETTINGS          # with other values of what stands in capitals below (tests/toy_node.sh)
+set -euo pipefail
+cd "$(dirname "$0")"
+
+# Where the config, the run and the evaluation of a training are. NAME is sft, or a row of the ablation.
+CONFIG=configs/NAME_8b.yaml
+RUN=runs/NAME_8b
+EVALUATION=runs/eval/own/NAME_8b
+ABLATION=(grpo anchoring gating paragrpo no_tool_reward no_gamma)
+BASE=Qwen/Qwen3-VL-8B-Instruct
+EVALUATE=(configs/eval/trained.yaml)
+EVALUATE_BASE=(configs/eval/rows.yaml row=qwen3vl_8b way=own)
+SFT_GPUS=8
+RL_GPUS=4 # SGLang has the others
+MORE=()   # words for each training
+
+print=
+for word in "$@"; do
+    if [ "$word" = --print ]; then print=yes; else source "$word"; fi
+done
+
+# run COMMAND...: print a command, and run it.
+run() {
+    for word in "$@"; do
+        if [[ $word == *[\ \[\(]* ]]; then printf "'%s' " "$word"; else printf '%s ' "$word"; fi
+    done
+    echo
+    if [ ! "$print" ]; then "$@"; fi
+}
+
+# once RESULT COMMAND...: run a command, unless its result is there.
+once() {
+    if [ -e "$1" ] && [ ! "$print" ]; then return; fi
+    run "${@:2}"
+    if [ ! "$print" ]; then touch "$1"; fi
+}
+
+# unpack ARCHIVES FOLDER: unpack all archives of a folder. Some are split into parts.
+unpack() {
+    find "$1" -name '*.zip' -exec unzip -q -n {} -d "$2" \;
+    find "$1" -name '*.tar' -exec tar -x -C "$2" -f {} \;
+    if compgen -G "$1/*.tar.part.*" > /dev/null; then cat "$1"/*.tar.part.* | tar -x -C "$2"; fi
+}
+
+evaluate() { # NAME WORDS...
+    run python eval.py "${EVALUATE[@]}" checkpoint="${RUN/NAME/$1}/model" name="$1" run="${EVALUATION/NAME/$1}" "${@:2}"
+}
+
+# ------------------------------------------------------------------------------------------------ environment
+once .venv-node python3 -m venv .venv-node
+export PATH=$PWD/.venv-node/bin:$PATH
+once .venv-node/.installed pip install -r requirements.lock
+
+# ------------------------------------------------------------------------------------------------ data
+once data/train/.fetched hf download ParaVT/ParaVT-Parquet --repo-type dataset --local-dir data/train
+once data/media/.fetched hf download ParaVT/ParaVT-Source --repo-type dataset --local-dir data/media
+once data/media/.unpacked unpack data/media data/media
+for name in lmms-lab/Video-MME longvideobench/LongVideoBench lmms-lab/LVBench sy1998/MLVU_dev yale-nlp/MMVU; do
+    folder=data/eval/${name#*/}
+    once "$folder/.fetched" hf download "$name" --repo-type dataset --local-dir "$folder"
+    once "$folder/.unpacked" unpack "$folder" "$folder"
+done
+once data/train/.checked python sft.py "${CONFIG/NAME/sft}" --check-data
+
+# ------------------------------------------------------------------------------------------------ training, from the cold start
+once "${RUN/NAME/sft}/model" torchrun --standalone --nproc_per_node=$SFT_GPUS sft.py "${CONFIG/NAME/sft}" "${MORE[@]}"
+train=(torchrun --standalone --nproc_per_node=$RL_GPUS rl.py)
+for name in "${ABLATION[@]}"; do
+    once "${RUN/NAME/$name}/model" "${train[@]}" "${CONFIG/NAME/$name}" "${MORE[@]}"
+done
+# The base model's format and calls are those of the first step of a training from it.
+base=${RUN/NAME/qwen3vl}
+once "$base/model" "${train[@]}" "${CONFIG/NAME/grpo}" policy.checkpoint=$BASE run="$base" "${MORE[@]}" steps=1
+
+# ------------------------------------------------------------------------------------------------ evaluation, which resumes by itself
+run python eval.py "${EVALUATE_BASE[@]}" run="${EVALUATION/NAME/qwen3vl}"
+for name in sft "${ABLATION[@]}"; do
+    evaluate "$name"
+done
+evaluate paragrpo 'arms=[parallel, sequential]' # adds the second arm: calls one by one
+run python eval.py table ${EVALUATION/NAME/*} --baseline "Qwen3-VL-8B (own)"
+run python eval.py ablation "$RUN" "$EVALUATION"
