@@ -371,7 +371,7 @@ def write_page(path: str | Path, runs: list[RunData]) -> None:
     for run in runs:
         if run.episodes:
             pictures |= run.pictures
-            shown.append(line_of(run.name) | {"episodes": run.episodes})
+            shown.append(line_of(run.name) | {"name": run.name, "episodes": run.episodes})
     sections = {
         "After training": draw_section(runs, PANELS, "K"),
         "While training": draw_section(runs, CURVES, "step"),
