@@ -4,6 +4,7 @@ import contextlib
 import json
 import re
 import shlex
+import subprocess
 
 import pytest
 from scripts import REPO, line, lines, sections, write_results
@@ -86,29 +87,20 @@ def test_a_place_without_runs_is_refused(tmp_path):
             tables.main(["ablation", *words])
 
 
-# ------------------------------------------------------------------------------------------------ docs/node.md
+# ------------------------------------------------------------------------------------------------ node.sh
+
+
+PRINTED = subprocess.run(["bash", "node.sh", "--print"], cwd=REPO, capture_output=True, text=True, check=True).stdout
 
 
 def commands(script: str) -> list[tuple[str, ...]]:
-    """Return the config and the overrides of each command in the columns of a script."""
-    found = []
-    for table in re.findall(r"^\| row .*?(?=\n\n)", SECTION, re.M | re.S):
-        header, _, *rows = ([cell.strip() for cell in row.split("|")[1:-1]] for row in table.splitlines())
-        for row in rows:
-            for title, cell in zip(header, row, strict=True):
-                if script in title and cell.startswith("`"):
-                    found.append(tuple(shlex.split(cell.split("`")[1])))
-    for words in re.findall(rf"^python {script} (configs/.*)", SECTION, re.M):
-        found.append(tuple(shlex.split(words, comments=True)))
-    return found
+    """Return the config and the overrides of each command of a script, in node.sh and in the page's section on the rows."""
+    found = re.findall(rf"^(?:python|torchrun .*) {script} (configs/.*)", PRINTED + SECTION, re.M)
+    return [tuple(shlex.split(words, comments=True)) for words in found]
 
 
-def test_every_row_of_the_paper_is_in_the_tables():
+def test_every_row_of_the_ablations_is_trained_and_evaluated():
     published = read_published()
-    named = re.findall(r"^\| ([^|]+?) \|", SECTION, re.M)
-    assert {row["name"] for row in published["table"]["rows"]} <= set(named)
-    for splits in published["table"]["columns"]:
-        assert f"`{splits}`" in SECTION
     # The names that `eval.py ablation` looks for are those of the configs.
     trainings = {config.load(RLConfig, REPO / file, words).run for file, *words in commands("rl.py")}
     evaluations = set()
@@ -120,7 +112,10 @@ def test_every_row_of_the_paper_is_in_the_tables():
             assert f"runs/eval/own/{row.get('eval') or row['run']}_8b" in evaluations
 
 
-@pytest.mark.parametrize("words", commands("rl.py"), ids=lambda words: words[0].split("/")[-1])
+QWEN25 = [(f"configs/{name}_qwen25vl_7b.yaml",) for name in ("grpo", "paragrpo")]
+
+
+@pytest.mark.parametrize("words", commands("rl.py") + QWEN25, ids=lambda words: words[0].split("/")[-1])
 def test_the_dry_run_of_each_training_lacks_only_its_start(words, toy_dir, capsys):
     rows = [f"data.sources=[{{path: {toy_dir}/rl.parquet}}]", f"data.video_root={toy_dir}"]
     cfg = config.load(RLConfig, REPO / words[0], [*words[1:], *rows])
