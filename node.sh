@@ -16,9 +16,8 @@ ABLATION=(grpo anchoring gating paragrpo no_tool_reward no_gamma)
 BASE=Qwen/Qwen3-VL-8B-Instruct
 EVALUATE=(configs/eval/trained.yaml)
 EVALUATE_BASE=(configs/eval/rows.yaml row=qwen3vl_8b way=own)
-SFT_GPUS=8
-RL_GPUS=4 # SGLang has the others
-MORE=()   # words for each training
+SFT_GPUS=8 RL_GPUS=4 # SGLang has the others
+MORE=()              # words for each training
 
 print=
 for word in "$@"; do
@@ -30,7 +29,7 @@ run() {
     for word in "$@"; do
         if [[ $word == *[\ \[\(]* ]]; then printf "'%s' " "$word"; else printf '%s ' "$word"; fi
     done
-    echo
+    printf '\n'
     if [ ! "$print" ]; then "$@"; fi
 }
 
@@ -48,19 +47,26 @@ unpack() {
     if compgen -G "$1/*.tar.part.*" > /dev/null; then cat "$1"/*.tar.part.* | tar -x -C "$2"; fi
 }
 
-evaluate() { # NAME WORDS...
-    run python eval.py "${EVALUATE[@]}" checkpoint="${RUN/NAME/$1}/model" name="$1" run="${EVALUATION/NAME/$1}" "${@:2}"
+train() { # RUN COMMAND...
+    once "$1/model" "${@:2}" "${MORE[@]}"
+    run rm -rf "$1/state" # two states of 92 GiB, which only an unfinished training needs
 }
 
-# ------------------------------------------------------------------------------------------------ environment
+evaluate() { # NAME WORDS...
+    local trained=${RUN/NAME/$1}
+    run python eval.py "${EVALUATE[@]}" checkpoint="$trained/model" name="${trained##*/}" run="${EVALUATION/NAME/$1}" "${@:2}"
+}
+
+# ---- environment
 once .venv-node python3 -m venv .venv-node
 export PATH=$PWD/.venv-node/bin:$PATH
 once .venv-node/.installed pip install -r requirements.lock
 
-# ------------------------------------------------------------------------------------------------ data
+# ---- data
 once data/train/.fetched hf download ParaVT/ParaVT-Parquet --repo-type dataset --local-dir data/train
 once data/media/.fetched hf download ParaVT/ParaVT-Source --repo-type dataset --local-dir data/media
 once data/media/.unpacked unpack data/media data/media
+# LongVideoBench is gated: accept its terms on the hub, and run `hf auth login`.
 for name in lmms-lab/Video-MME longvideobench/LongVideoBench lmms-lab/LVBench sy1998/MLVU_dev yale-nlp/MMVU; do
     folder=data/eval/${name#*/}
     once "$folder/.fetched" hf download "$name" --repo-type dataset --local-dir "$folder"
@@ -68,17 +74,17 @@ for name in lmms-lab/Video-MME longvideobench/LongVideoBench lmms-lab/LVBench sy
 done
 once data/train/.checked python sft.py "${CONFIG/NAME/sft}" --check-data
 
-# ------------------------------------------------------------------------------------------------ training, from the cold start
-once "${RUN/NAME/sft}/model" torchrun --standalone --nproc_per_node=$SFT_GPUS sft.py "${CONFIG/NAME/sft}" "${MORE[@]}"
-train=(torchrun --standalone --nproc_per_node=$RL_GPUS rl.py)
+# ---- training, from the cold start
+train "${RUN/NAME/sft}" torchrun --standalone --nproc_per_node=$SFT_GPUS sft.py "${CONFIG/NAME/sft}"
+rl=(torchrun --standalone --nproc_per_node=$RL_GPUS rl.py)
 for name in "${ABLATION[@]}"; do
-    once "${RUN/NAME/$name}/model" "${train[@]}" "${CONFIG/NAME/$name}" "${MORE[@]}"
+    train "${RUN/NAME/$name}" "${rl[@]}" "${CONFIG/NAME/$name}"
 done
 # The base model's format and calls are those of the first step of a training from it.
 base=${RUN/NAME/qwen3vl}
-once "$base/model" "${train[@]}" "${CONFIG/NAME/grpo}" policy.checkpoint=$BASE run="$base" "${MORE[@]}" steps=1
+train "$base" "${rl[@]}" "${CONFIG/NAME/grpo}" policy.checkpoint=$BASE run="$base" steps=1
 
-# ------------------------------------------------------------------------------------------------ evaluation, which resumes by itself
+# ---- evaluation, which resumes by itself
 run python eval.py "${EVALUATE_BASE[@]}" run="${EVALUATION/NAME/qwen3vl}"
 for name in sft "${ABLATION[@]}"; do
     evaluate "$name"
