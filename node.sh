@@ -24,8 +24,7 @@ for word in "$@"; do
     if [ "$word" = --print ]; then print=yes; else source "$word"; fi
 done
 
-# run COMMAND...: print a command, and run it.
-run() {
+run() { # COMMAND...: print a command, and run it
     for word in "$@"; do
         if [[ $word == *[\ \[\(]* ]]; then printf "'%s' " "$word"; else printf '%s ' "$word"; fi
     done
@@ -33,15 +32,12 @@ run() {
     if [ ! "$print" ]; then "$@"; fi
 }
 
-# once RESULT COMMAND...: run a command, unless its result is there.
-once() {
-    if [ -e "$1" ] && [ ! "$print" ]; then return; fi
-    run "${@:2}"
+once() { # RESULT COMMAND...: run a command, unless its result is there
+    if [ "$print" ] || [ ! -e "$1" ]; then run "${@:2}"; fi
     if [ ! "$print" ]; then touch "$1"; fi
 }
 
-# unpack ARCHIVES FOLDER: unpack all archives of a folder. Some are split into parts.
-unpack() {
+unpack() { # ARCHIVES FOLDER: unpack all archives of a folder; some are split into parts
     find "$1" -name '*.zip' -exec unzip -q -n {} -d "$2" \;
     find "$1" -name '*.tar' -exec tar -x -C "$2" -f {} \;
     if compgen -G "$1/*.tar.part.*" > /dev/null; then cat "$1"/*.tar.part.* | tar -x -C "$2"; fi
