@@ -501,7 +501,7 @@ def test_null_takes_the_gpus_of_the_machine(monkeypatch, sglang, gpus, given, fo
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: sglang or None)
     cfg = for_this_machine(RolloutConfig(**{"server_gpus": None, "concurrency": None} | given))
-    assert (cfg.server_gpus, cfg.concurrency) == found
+    assert (cfg.server_gpus, cfg.at_once) == found
 
 
 def test_gpus_that_replace_null_are_checked_as_those_of_a_config(monkeypatch):

@@ -669,7 +669,7 @@ def two_gpus_with_sglang_and_three_cores() -> None:
         name, *overrides = words.split()
         cfg = rows.load(EvalConfig, f"configs/eval/{name}.yaml", overrides)
         rollout = for_this_machine(cfg.rollout)
-        print(rollout.server_gpus, rollout.concurrency, cfg.decoders)
+        print(rollout.server_gpus, rollout.at_once, cfg.decoders)
 
 
 @pytest.mark.slow
