@@ -1,7 +1,6 @@
 """Shared fixtures. Most tests use a small toy, which is built once per session."""
 
 import fcntl
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -20,14 +19,11 @@ os.environ |= scripts.ONE_THREAD  # before torch is imported: the workers share 
 import tiny
 from scripted import Scripted, by_chance
 
-import eval as evaluation
-import rl
-from runtime.config import UserError
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import Videos
 from runtime.visual import VisualContract
 from study import toy
-from tools import TOOLS
+from tools import schemas_of
 
 hypothesis.settings.register_profile("patient", deadline=None)  # the machine may be busy
 hypothesis.settings.load_profile("patient")
@@ -102,7 +98,7 @@ def videos():
 
 @pytest.fixture(scope="session")
 def schemas() -> list[dict]:
-    return [TOOLS["crop_video"].schema]
+    return schemas_of((tiny.TOOL,))
 
 
 @pytest.fixture
@@ -114,8 +110,8 @@ def scripted(monkeypatch):
         engines.append(Scripted(renderer, by_chance, latency=0.1))
         return engines[-1]
 
-    monkeypatch.setattr(rl, "open_engine", open_it)
-    monkeypatch.setattr("rl.GAP_LIMIT", math.inf)
+    monkeypatch.setattr("rl.open_engine", open_it)
+    monkeypatch.setattr("rl.GAP_LIMIT", float("inf"))
     return engines
 
 
@@ -128,20 +124,5 @@ def golden(request):
         if request.config.getoption("--renew"):
             file.write_text(text, "utf-8")
         assert text == file.read_text("utf-8")
-
-    return check
-
-
-@pytest.fixture
-def refused(capsys):
-    """refused(cfg, match): an evaluation and its dry run refuse the config with the same sentence. Returns what they say."""
-
-    def check(cfg: evaluation.EvalConfig, match: str) -> str:
-        capsys.readouterr()
-        with pytest.raises((UserError, FileNotFoundError, PermissionError), match=match) as error:
-            evaluation.main(cfg)
-        with pytest.raises((UserError, FileNotFoundError, PermissionError), match=match):
-            evaluation.main(cfg, dry=True)
-        return f"{error.value}\n{capsys.readouterr().out}"
 
     return check

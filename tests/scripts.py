@@ -24,6 +24,14 @@ from pathlib import Path
 import yaml
 
 REPO = Path(__file__).resolve().parent.parent
+# What a fork may remove, and how pages name it. They may still do so: what they say of it is not checked.
+REMOVABLE = {
+    "eval.py": r"eval\.py|evals\b|eval/",
+    "sft.py": r"sft\.py|sft\.\w|\bsft_|toy_sft",
+    "dialogues.py": r"dialogues",
+    "study/report.py": r"study[./](?!toy)|paradox",
+}
+GONE = re.compile("|".join(["(?!)", *(words for file, words in REMOVABLE.items() if not (REPO / file).exists())]))
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 FORKS = multiprocessing.get_context("forkserver")
 # Preload nothing of the project itself: the guides' tests run changed copies of it.

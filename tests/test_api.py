@@ -7,6 +7,7 @@ import os
 import signal
 import time
 
+import evaluations
 import numpy as np
 import pytest
 from endpoint import Endpoint
@@ -30,6 +31,7 @@ from runtime.engine import Api, EngineError
 from runtime.render import END_OF_TURN
 
 KEY, NAME = "sk-of-a-test", "KEY_OF_A_TEST"
+refused = evaluations.refused  # a fixture
 TASK = Task("t1", f"Who?{END_OF_TURN}\nA. he\nB. she", ("/data/v.mp4",), "mcq", "B", ("he", "she"))
 
 

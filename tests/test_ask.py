@@ -2,12 +2,14 @@
 
 import argparse
 import json
+import shutil
 import sys
 
 import pytest
 from scripted import MemoryVideos, Scripted, load_episodes, turns
 
 from rollout import AgentContext, RolloutConfig
+from runtime.prompts import Prompts
 from study import ask
 
 CALL = '<tool_call>{"name": "crop_video", "arguments": {"start_time": %s, "end_time": %s}}</tool_call>'
@@ -95,3 +97,13 @@ def test_a_k_without_frames_is_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         ask.parse_arguments()
     assert "--k 0: must be at least 1" in capsys.readouterr().err
+
+
+def test_ask_uses_the_checkpoints_words_or_a_files(toy_dir, tmp_path, monkeypatch):
+    shutil.copytree(toy_dir / "model", tmp_path / "model")
+    Prompts(system="Trained.").save(tmp_path / "model")
+    (tmp_path / "words.yaml").write_text("system: Asked.")
+    monkeypatch.setattr(ask, "open_engine", lambda *_: None)
+    for file, system in ((None, "Trained."), (tmp_path / "words.yaml", "Asked.")):
+        context = ask.open_context(tmp_path / "model", file, None, RolloutConfig())
+        assert context.renderer.prompts == Prompts(system=system)

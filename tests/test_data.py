@@ -15,8 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from scripted import Scripted, check_rows_of_a_rollout
+from scripted import Scripted
 from scripts import REPO
+from sft_rows import check_rows_of_a_rollout
 
 from data import parse_task
 from dialogues import Media, parse_dialogue

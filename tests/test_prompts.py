@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,11 @@ from scripts import sft_config
 import sft
 from dialogues import Dialogue, Media
 from rl import RLConfig
-from rollout import RolloutConfig
 from runtime import config, script
 from runtime.prompts import Prompts, fill, subagent_system_prompt, system_prompt
 from runtime.render import Renderer
 from runtime.visual import ContractError
 from sft import SFTConfig, encode_dialogue
-from study import ask
 from tools import TOOLS
 
 TEXTS = {
@@ -122,13 +119,3 @@ def test_a_file_of_words_with_another_name_is_refused(toy_dir, tmp_path):
     words.write_text("sytem: Hello.\n")
     with pytest.raises(config.ConfigError, match="prompts.sytem: unknown key; did you mean prompts.system?"):
         config.load(SFTConfig, sft_config(tmp_path / "sft.yaml", toy_dir, prompts=str(words)))
-
-
-def test_ask_uses_the_checkpoints_words_or_a_files(toy_dir, tmp_path, monkeypatch):
-    shutil.copytree(toy_dir / "model", tmp_path / "model")
-    Prompts(system="Trained.").save(tmp_path / "model")
-    (tmp_path / "words.yaml").write_text("system: Asked.")
-    monkeypatch.setattr(ask, "open_engine", lambda *_: None)
-    for file, system in ((None, "Trained."), (tmp_path / "words.yaml", "Asked.")):
-        context = ask.open_context(tmp_path / "model", file, None, RolloutConfig())
-        assert context.renderer.prompts == Prompts(system=system)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import qwen
-from scripted import check_rows_of_a_rollout
+from sft_rows import check_rows_of_a_rollout
 from tiny import noise, template_ids
 from transformers import GenerationConfig
 

@@ -14,13 +14,16 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
+from scripted import MemoryVideos, load_episodes, turns
 from scripted import play as roll_out
-from scripted import turns
 from scripts import line
+from tiny import CONTRACT
 
-from episode import Group, Task, keep_episodes
+from episode import Group, Task, episode_record, keep_episodes
 from rewards import structural_mask
+from runtime.lines import append_line
 from runtime.render import Renderer, load_tokenizer
+from runtime.video import VideoError
 from runtime.visual import VisualContract
 from study import report
 from study.report import RunData, read_run_data, view_episode
@@ -296,6 +299,18 @@ def test_a_file_of_episodes_has_each_frame_of_the_video_once(tmp_path, toy_dir, 
     assert [token["time"] for token in shown] == list(seen.times)
     difference = pixels(pictures[shown[3]["picture"]]) - seen.pixels[3]
     assert np.abs(difference).mean() < 12  # JPEG loses some of the noise
+
+
+@pytest.mark.parametrize("tool_return", ["subagent", "frames"])
+def test_frames_of_a_loaded_episode_are_decoded_again_at_their_times(renderer, tmp_path, tool_return):
+    [episode] = roll_out(renderer, turns(FIRST, SECOND), tool_return=tool_return)
+    append_line(tmp_path / "episodes.jsonl", episode_record(episode, renderer.readable))
+    [loaded] = load_episodes(tmp_path / "episodes.jsonl")
+    report.decode_frames(loaded, MemoryVideos(), CONTRACT)
+    for ours, theirs in zip([episode.main, *episode.subagents], [loaded.main, *loaded.subagents], strict=True):
+        assert all((a.pixels == b.pixels).all() for a, b in zip(ours.clips, theirs.clips, strict=True))
+    with pytest.raises(VideoError, match="frame times"):
+        report.decode_frames(loaded, MemoryVideos(fps=3.0), CONTRACT)
 
 
 # ---- the page

@@ -2,14 +2,13 @@
 
 import itertools
 import json
-import sys
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scripts import REPO
+from scripted import Characters, episode_of_turns
 from tiny import Pieces
 
 import rewards
@@ -18,8 +17,6 @@ from rewards import Anchor, RewardConfig, score, structural_mask
 from runtime.answers import JudgeError
 from runtime.engine import Api
 from runtime.render import END_OF_TURN, TAG, TAGS, TAGS_AND_CODE
-from study import lab
-from study.lab import Characters, episode_of_turns
 
 CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 16}}\n</tool_call>'
 LOOK = f"<think>\nLet me look closer.\n</think>\n{CALL}{END_OF_TURN}"
@@ -353,25 +350,3 @@ def test_no_completion_breaks_the_rewards_or_leaves_their_range(pieces):
     assert 0 <= parts["R_acc"] <= 1 and 0 <= parts["R_tool"] <= 1
     assert -0.15 <= parts["f"] <= 1 and -0.3 <= parts["R_anchor"] <= 0.7
     assert TAG.sub("", painted([turn])).replace(END_OF_TURN, "").strip() == ""
-
-
-# ------------------------------------------------------------------------------------------------ the judge and the lab
-
-
-@pytest.mark.parametrize("answer, kind", [("B", "mcq"), ("(b)", "mcq"), ("A dog", "oe"), ("0:12 - 0:20", "tvg"), ("2 cats and 3 dogs", "oe")])  # fmt: skip
-def test_the_labs_kind_follows_from_the_gold_answer(monkeypatch, capsys, answer, kind):
-    monkeypatch.setattr(sys, "argv", ["lab.py", f"<answer>{answer}</answer>", "--answer", answer])
-    lab.main()
-    parts = dict(line.split() for line in capsys.readouterr().out.splitlines() if len(line.split()) == 2)
-    assert (parts["kind"], float(parts["R_acc"])) == (kind, 1)
-
-
-def test_the_lab_paints_the_structure_and_scores_by_the_reward_of_a_config(monkeypatch, capsys):
-    """The toy pays for the answer alone."""
-    told = {}
-    for more in ((), ("--config", str(REPO / "configs" / "toy_paragrpo.yaml"))):
-        monkeypatch.setattr(sys, "argv", ["lab.py", DONE.removesuffix(END_OF_TURN), "--answer", "B", *more])
-        lab.main()
-        told[more] = capsys.readouterr().out
-    assert [text.split("\n")[1].split() for text in told.values()] == [["R", "1.80"], ["R", "1.00"]]
-    assert "[<][a][n][s][w][e][r][>]B[<]" in told[()]
