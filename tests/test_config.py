@@ -1,119 +1,127 @@
-"""The config loader: a run uses exactly the values that are written, and a config that cannot run says why."""
+"""The config loader: a run uses exactly the values that are written, and its saved file is its config. What it refuses is in
+test_mistakes.py."""
 
-import importlib.metadata
+import json
 import os
 import runpy
 import sys
-from dataclasses import dataclass, field
-from typing import Literal
+import tempfile
+import typing
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
-from scripts import Forked, finish
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+from scripts import REPO, Forked, finish
 
+from eval import EvalConfig
+from evals import rows
+from rl import RLConfig
 from runtime import config
+from runtime.dataset import Source
 from runtime.folder import save_run
+from runtime.run import OptimConfig
+from runtime.visual import VisualContract
+from sft import SFTConfig
+
+CONFIGS = sorted({*REPO.glob("configs/**/*.yaml")} - {REPO / "configs" / "eval" / "published.yaml"})  # it is a table
+TEXT = st.text(st.characters(max_codepoint=0xD7FF), max_size=9)
+VALUES = {bool: st.booleans(), int: st.integers(0, 1 << 60), float: st.floats(0, 1e300), str: TEXT}
 
 
-@dataclass(frozen=True)
-class Optim:
-    lr: float = 1e-5
-    betas: tuple[float, ...] = (0.9, 0.95)
-    warmup: int = 0
-
-    def __post_init__(self):
-        if self.lr <= 0:
-            raise ValueError(f"lr = {self.lr}: must be positive")
+def load(path: Path, *overrides: str) -> Any:
+    """Load a config of configs/ as its script does."""
+    if path.parent.name == "eval":
+        return rows.load(EvalConfig, path, ["row=paravt_8b", *overrides] if path.stem == "rows" else overrides)
+    return config.load(SFTConfig if "sft" in path.stem else RLConfig, path, overrides)
 
 
-@dataclass(frozen=True)
-class Source:
-    path: str
+def scalars(cfg: Any, prefix: str = "") -> Iterator[tuple[str, st.SearchStrategy]]:
+    """Yield each scalar setting, such as "optim.lr", with a strategy for its values."""
+    for name, hint in get_type_hints(type(cfg)).items():
+        value = getattr(cfg, name)
+        if type(None) in get_args(hint):
+            hint = get_args(hint)[0]
+        if is_dataclass(value):
+            yield from scalars(value, f"{prefix}{name}.")
+        elif typing.get_origin(hint) is typing.Literal:
+            yield prefix + name, st.sampled_from(get_args(hint))
+        elif hint in VALUES and name not in ("key", "prompt_file"):  # they refuse most texts
+            yield prefix + name, VALUES[hint]
 
 
-@dataclass(frozen=True)
-class Run:
-    name: str
-    steps: int = 10
-    credit: Literal["struct", "off"] = "struct"
-    seed: int | None = None
-    optim: Optim = Optim()
-    sources: tuple[Source, ...] = ()
-    weights: dict[str, float] = field(default_factory=dict)
+def value_of(cfg: Any, setting: str) -> Any:
+    for name in setting.split("."):
+        cfg = getattr(cfg, name)
+    return cfg
 
 
-def write(path, text):
-    path.write_text(text)
-    return path
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_loads_and_names_its_run_after_itself(path):
+    names = {"trained": "", "rows": "eval/paravt_8b", "toy": "toy/eval/sft"}
+    named = load(path).run.removeprefix("runs/")
+    if path.parent.name == "eval":
+        assert named == names[path.stem]
+    else:
+        assert named.replace("toy/", "toy_") in (path.stem, path.stem.removesuffix("_1gpu"))
+
+
+@pytest.fixture(scope="module")
+def no_packages():
+    """To list the versions of all packages takes a quarter of a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("importlib.metadata.distributions", list)
+        yield
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(CONFIGS), st.data())
+def test_a_config_has_the_values_that_are_written_and_its_saved_file_is_that_config(no_packages, path, data):
+    choices = dict(scalars(load(path)))
+    chosen = data.draw(st.lists(st.sampled_from([*choices]), unique=True, max_size=4))
+    values = {setting: data.draw(choices[setting], setting) for setting in chosen}
+    try:
+        cfg = load(path, *(f"{setting}={json.dumps(value)}" for setting, value in values.items()))
+    except config.ConfigError:
+        reject()  # a rule of several settings
+    assert {setting: value_of(cfg, setting) for setting in values} == values
+    with tempfile.TemporaryDirectory() as folder:
+        save_run(cfg, folder)
+        assert config.load(type(cfg), Path(folder) / "config.yaml") == cfg
 
 
 def test_a_file_inherits_from_its_base_and_the_command_line_wins(tmp_path):
-    write(
-        tmp_path / "base.yaml", "name: base\nsteps: 5\noptim: {lr: 1.0e-3, warmup: 7}\nsources: [{path: a}, {path: b}]"
+    (tmp_path / "base.yaml").write_text(
+        "{run: base, steps: 5, policy: {checkpoint: x}, optim: {lr: 1.0e-3, warmup: 0.1}, data: {sources: [{path: a}]}}"
     )
-    child = write(tmp_path / "child.yaml", "base: base.yaml\nname: child\noptim: {lr: 2.0e-3}\nsources: [{path: c}]")
-    cfg = config.load(Run, child, ["optim.lr=0.5", "seed=3"])
-    assert (cfg.name, cfg.steps, cfg.seed) == ("child", 5, 3)
-    assert cfg.optim == Optim(lr=0.5, warmup=7)  # mappings merge
-    assert cfg.sources == (Source("c"),)  # lists replace
+    child = tmp_path / "child.yaml"
+    child.write_text("base: base.yaml\nrun: child\noptim: {lr: 2.0e-3}\ndata: {sources: [{path: c}]}")
+    cfg = config.load(SFTConfig, child, ["optim.lr=0.5", "keep=3"])
+    assert (cfg.run, cfg.steps, cfg.keep) == ("child", 5, 3)
+    assert (cfg.optim.lr, cfg.optim.warmup) == (0.5, 0.1)  # mappings merge
+    assert cfg.data.sources == (Source("c"),)  # lists replace
 
 
-def test_numbers_without_a_dot_and_a_bare_off_mean_what_they_say(tmp_path):
+def test_numbers_without_a_dot_and_a_bare_off_mean_what_they_say():
     """YAML reads `1e-4` as a string and `off` as false."""
-    cfg = config.load(Run, write(tmp_path / "a.yaml", "name: a\noptim: {lr: 1e-4}\ncredit: off"))
-    assert cfg.optim.lr == 1e-4 and cfg.credit == "off"
-    assert config.load(Run, tmp_path / "a.yaml", ["optim.betas=[1, 0.5]"]).optim.betas == (1.0, 0.5)
+    cfg = load(CONFIGS[0], "optim.lr=1e-4", "reward.anchor.credit=off", "optim.betas=[0, 0.5]")
+    assert (cfg.optim.lr, cfg.reward.anchor.credit, cfg.optim.betas) == (1e-4, "off", (0.0, 0.5))
 
 
-@pytest.mark.parametrize(
-    "text, overrides, says",
-    [
-        ("name: a\nstpes: 3", [], "stpes: unknown key; did you mean steps?"),
-        ("name: a\nlr: 1", [], "lr: unknown key; choose from name, steps, credit, seed, optim, sources, weights"),
-        ("name: a\nsteps: true", [], "steps = True: must be int"),
-        ("name: a\ncredit: monkey", [], "credit = 'monkey': choose from struct, off"),  # not an API key
-        ("name: a\nsources: {path: x}", [], "sources = {'path': 'x'}: must be a list"),
-        ("name: a\nsources: [{path: 3}]", [], "sources[0].path = 3: must be str"),
-        ("name: a\nweights: {x: y}", [], "weights.x = 'y': must be float"),
-        ("name: a\noptim: {betas: [.inf]}", [], "optim.betas[0] = inf: must be finite and not negative"),
-        ("name: a\nseed: -1", [], "seed = -1: must be finite and not negative"),
-        ("name: a\noptim: {lr: 0}", [], "optim: lr = 0.0: must be positive"),
-        ("# steps: 3", [], "name: required, but not given"),  # a file of comments is one without keys
-        ("name: a", ["steps"], "write it as key.sub=value"),
-        ("name: a\nsteps: 3", ["steps.x=1"], "override steps.x: steps must be a mapping"),
-        ("name: [", [], "not a readable YAML file"),
-        # Past bug: the last of two keys won, so a second section dropped the first.
-        ("optim: {lr: 1}\nname: a\noptim: {warmup: 7}", [], "the key 'optim' in line 3 stands twice"),
-        ("name: a\non: 1", [], "True: unknown key; choose from name"),  # YAML reads `on` as true
-        ("name: {{x}}", [], "not a readable YAML file"),  # past bug: a traceback for a template that is not filled in
-        ("base: nowhere.yaml", [], "nowhere.yaml: not a readable YAML file: [Errno 2] No such file"),
-    ],
-)
-def test_what_cannot_run_names_the_key_the_value_and_the_rule(tmp_path, text, overrides, says):
-    path = write(tmp_path / "run.yaml", text)
-    with pytest.raises(config.ConfigError) as error:
-        config.load(Run, path, overrides)
-    assert says in str(error.value)
-
-
-def test_the_saved_config_is_the_run_config(tmp_path):
-    cfg = Run(name="a", optim=Optim(lr=3e-4), sources=(Source("x"),), weights={"answer": 2.0}, seed=1)
-    save_run(cfg, tmp_path / "run")
-    assert config.load(Run, tmp_path / "run" / "config.yaml") == cfg
-    assert f'"torch": "{importlib.metadata.version("torch")}' in (tmp_path / "run" / "run.json").read_text()
-
-
-def test_what_a_mapping_leaves_out_is_as_its_parent_has_it(tmp_path):
+def test_what_a_section_leaves_out_is_as_its_parent_has_it(tmp_path):
     """Past bug: with `rollout.max_rounds=2`, a greedy evaluation sampled at 0.7, the nested class's own default."""
-
-    @dataclass(frozen=True)
-    class Run:
-        optim: Optim = Optim(lr=3.0, warmup=7)
-        maybe: Optim | None = None
-
-    (tmp_path / "c.yaml").write_text("optim: {warmup: 9}\nmaybe: {lr: 2}")
-    assert config.load(Run, tmp_path / "c.yaml") == Run(Optim(lr=3.0, warmup=9), Optim(lr=2.0))
-    assert config.load(Run, tmp_path / "c.yaml", ["optim.lr=1"]).optim == Optim(lr=1.0, warmup=9)
+    path = tmp_path / "c.yaml"
+    path.write_text("{checkpoint: x, splits: {}, run: y, rollout: {max_rounds: 2}, visual: {crop_fps: 2}}")
+    for overrides in ([], ["rollout.max_calls=3"]):
+        cfg = config.load(EvalConfig, path, overrides)
+        assert (cfg.rollout.temperature, cfg.rollout.max_rounds, cfg.rollout.server_gpus) == (0, 2, None)
+        assert cfg.visual == VisualContract(crop_fps=2)  # the parent has none
+    cfg = load(REPO / "configs" / "sft_8b.yaml", "optim={warmup: 0.2}")
+    assert cfg.optim == OptimConfig(lr=2e-5, schedule="cosine", warmup=0.2)
 
 
 def start_the_scripts() -> None:

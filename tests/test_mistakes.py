@@ -3,19 +3,26 @@
 The tests run commands as a user types them, in a folder with `configs` and `toy_data`. torch is imported once for all.
 They also run the commands of docs/troubleshooting.md, and compare the quoted output literally."""
 
+import contextlib
 import json
 import re
 import runpy
 import shlex
 import shutil
+import string
 import sys
 import typing
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import is_dataclass
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from scripts import REPO
 
@@ -26,6 +33,65 @@ from runtime import config, folder, open_engine
 from runtime.config import ConfigError
 from runtime.folder import save_run
 from sft import SFTConfig
+
+# ------------------------------------------------------------------------------------------------ configs
+
+MISTAKES = yaml.safe_load((Path(__file__).parent / "mistakes.yaml").read_text("utf-8"))
+FILES = {SFTConfig: "toy_sft", RLConfig: "toy_paragrpo", EvalConfig: "eval/toy"}
+
+
+def check_refusal(cls: type, path: Path, overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        config.load(cls, path, overrides)
+    assert [word for word in words if word not in str(error.value)] == []
+
+
+@pytest.mark.parametrize("cls, overrides", [(cls, text) for cls in FILES for text in MISTAKES["configs"][cls.__name__]])
+def test_a_config_that_cannot_run_names_the_key_the_value_and_the_rule(cls, overrides):
+    path = REPO / "configs" / f"{FILES[cls]}.yaml"
+    check_refusal(cls, path, re.split(r" (?=[\w.]+=)", overrides), MISTAKES["configs"][cls.__name__][overrides])
+
+
+@pytest.mark.parametrize("text", MISTAKES["files"])
+def test_a_file_that_is_no_config_is_named(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    check_refusal(SFTConfig, path, [], [str(tmp_path), *MISTAKES["files"][text]])
+
+
+def settings_of(cls: type, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the section and the name of each setting: ("optim.", "lr"), ("data.sources[0].", "path")."""
+    for name, hint in typing.get_type_hints(cls).items():
+        yield prefix, name
+        inside, place = hint, f"{prefix}{name}."
+        if typing.get_origin(hint) is tuple:
+            place = f"{prefix}{name}[0]."
+        if typing.get_args(hint):
+            inside = typing.get_args(hint)[0]
+        if is_dataclass(inside):
+            yield from settings_of(inside, place)
+
+
+SETTINGS = [(cls, *place) for cls in FILES for place in settings_of(cls)]
+
+
+@settings(max_examples=300)
+@given(st.sampled_from(SETTINGS), st.data())
+def test_a_name_with_a_letter_too_many_or_too_few_is_answered_with_the_name(setting, data):
+    cls, section, name = setting
+    at = data.draw(st.integers(0, len(name) - 1))
+    more = data.draw(st.sampled_from(["", *(letter + name[at] for letter in string.ascii_lowercase)]))
+    typo = name[:at] + more + name[at + 1 :]
+    assume((cls, section, typo) not in SETTINGS)
+    tree = {typo: 1}
+    for key in reversed(section.replace("[0]", "[]").split(".")[:-1]):
+        tree = {key.removesuffix("[]"): [tree] if key.endswith("[]") else tree}
+    with pytest.raises(ConfigError) as error:
+        config.load_tree(cls, tree, [], "my.yaml")
+    assert f"my.yaml: {section}{typo}: " in str(error.value) and str(error.value).endswith(f" {section}{name}?")
+
+
+# ------------------------------------------------------------------------------------------------ commands
 
 SFT = "sft.py configs/toy_sft.yaml policy.checkpoint=toy_data/model"
 RL = "rl.py configs/toy_paragrpo.yaml policy.checkpoint=toy_data/model"
@@ -88,51 +154,14 @@ def typed(desk, monkeypatch, capsys):
     return run
 
 
-MISTAKES = [  # the page has more
-    # the command line and YAML
-    ("an unknown tool", f"{SFT} tools=[crop]", "tools[0] = 'crop': choose from crop_video"),
-    ("a kind of token that is none", f"{SFT} 'kind_weights={{color: 1}}'", "kind_weights = 'color': choose from prose, arguments, untagged_answer, answer, structure"),
-    # checkpoints
-    ("any folder", f"{SFT} policy.checkpoint=holiday", "holiday has no config.json: it is no checkpoint; a training leaves its own in RUN/model"),
-    ("another script's run", f"{SFT} run=other", "other is of another script, or of another version of this code (other/config.yaml: group_size: unknown key"),
-    ("a folder that is no run's", f"{RL} policy.checkpoint=shards run=same", "same is of another script, or of another version of this code (same/config.yaml: not a readable YAML file"),
-    ("its own start, by another name", f"{RL} policy.checkpoint=same/model run=linked", "'same/model' is in the folder of run = 'linked'"),
-    ("a missing shard, tried out", f"{SFT} policy.checkpoint=shards --dry-run", "error: shards lacks model-00002-of-00002.safetensors: copy or download it again"),
-    ("two kinds of weights", f"{SFT} policy.checkpoint=two --dry-run", "error: two has model.safetensors and an index of other files: delete one of the two"),
-    ("no weights", f"{SFT} policy.checkpoint=none --dry-run", "error: none lacks model.safetensors: copy or download it again"),
-    ("a quantized model", f"{SFT} policy.checkpoint=fp8 --dry-run", "error: fp8 is quantized (quantization_config in config.json): take its bf16 checkpoint"),
-    ("quantized weights", f"{SFT} policy.checkpoint=int8 --dry-run", "error: int8/model.safetensors: x.weight is stored as I8: weights must be floats of 16 bits or more; take the bf16 checkpoint"),
-    ("a template that opens thoughts", f"{SFT} policy.checkpoint=thinking", "thinking: its chat template does not continue a dialogue as rollouts do: after "),
-    ("other frames than the checkpoint's", f"{SFT} visual.frame_pixels=65536", "made under another visual contract (frame_pixels: this run has 65536, the checkpoint 1024; "),
-    ("another family", f"{RL} policy.checkpoint=unknown", "unknown is a 'foo_vl' model; this code trains qwen3_vl and qwen2_5_vl"),
-    # data
-    ("rows of another script", f"{SFT} 'data.sources=[{{path: toy_data/rl.parquet}}]'", "an SFT row needs the field `messages`; this one has prompt"),
-    ("a column of another name", f"{RL} 'data.sources=[{{path: mine/rows.jsonl}}]'", "`videos` names no video; the row has video, prompt"),
-    # settings with which nothing would be learned
-    ("a gradient clipped to nothing", f"{SFT} --dry-run optim.max_grad_norm=0", "max_grad_norm=0.0): needs lr > 0, max_grad_norm > 0, warmup < 1 and two betas below 1"),
-    ("no token below the cap", f"{RL} --dry-run grpo.behaviour_cap=0", "behaviour_cap = 0: every token would be masked"),
-    ("calls without time", f"{RL} --dry-run rollout.call_timeout=0", "call_timeout = 0: set a larger number"),
-    ("turns without tokens", f"{RL} --dry-run rollout.max_new_tokens=0", "max_new_tokens = 0: set a larger number"),
-    ("AdamW's betas", f"{SFT} --dry-run 'optim.betas=[1.5, 0.9]'", "warmup < 1 and two betas below 1"),
-    # RL
-    ("greedy sampling", f"{RL} rollout.temperature=0", "all episodes of a group would be the same; set it above 0"),
-    ("a file as run", f"{SFT} run=notes.txt/run", "Not a directory: 'notes.txt/run'"),
-    ("a home folder as run", f"{SFT} run=~/run", "run = '~/run': write the whole path, because nothing expands ~ and $ in it"),
-    ("a variable as run", f"{EVAL} run=$HOME/run", "run = '$HOME/run': write the whole path"),
-    ("an evaluation's way of reading answers", f"{RL} reward.untagged_answer=prose", "untagged_answer = 'prose' is for evaluation"),
-    ("a judge without an address", f"{RL} reward.open_answer=judge", "open_answer = 'judge' needs judge.url and judge.model"),
-    # evaluation, report, asking
-    ("an unknown split", f"{EVAL} 'splits={{toyy: toy_data}}'", "splits = 'toyy': did you mean toy?"),
-    ("no such video", 'study/ask.py "Why?" --model toy_data/model --video gone.mp4', "gone.mp4: cannot be opened"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("command, says", [m[1:] for m in MISTAKES], ids=[m[0] for m in MISTAKES])
-def test_a_mistake_is_answered_with_what_to_do_and_leaves_nothing_behind(desk, typed, command, says):
+@pytest.mark.parametrize("name", MISTAKES["commands"])
+def test_a_mistake_is_answered_with_what_to_do_and_leaves_nothing_behind(desk, typed, name):
     before = set(desk.rglob("*"))
-    trains = command.startswith(("sft.py", "rl.py", "eval.py configs")) and " run=" not in command
-    status, told = typed(command + " run=run" * trains)
-    assert status and says in told and "Traceback" not in told
+    [(command, words)] = MISTAKES["commands"][name].items()
+    for short, long in (("SFT ", SFT), ("RL ", RL), ("EVAL ", EVAL)):
+        command = command.replace(short, f"{long} run=run ")
+    status, told = typed(command)
+    assert status and [word for word in words if word not in told] == [] and "Traceback" not in told
     assert set(desk.rglob("*")) == before
 
 
@@ -170,83 +199,72 @@ def test_a_dry_run_tells_what_it_did_not_look_up_and_which_prompts_are_not_ours(
         assert "  note    prompts: not ours: system, before_question\n" in told
 
 
-def cfg_of(run: Path, *overrides: str) -> RLConfig:
-    return config.load(RLConfig, REPO / "configs" / "toy_paragrpo.yaml", [f"run={run}", *overrides])
-
-
 @pytest.fixture
-def begun(tmp_path) -> Path:
-    """The folder of a run that has a state."""
-    save_run(cfg_of(tmp_path), tmp_path)
-    (tmp_path / "state" / "step-00000001").mkdir(parents=True)
-    return tmp_path
+def begun(tmp_path):
+    """begun(cls, override, ...) -> the config of a run in a folder that has a state of the run without these overrides."""
+
+    def resume(cls: type, *overrides: str):
+        judge = ["reward.judge.url=http://127.0.0.1:8/v1", "reward.judge.model=m"] if cls is RLConfig else []
+        cfg = partial(config.load, cls, REPO / "configs" / f"{FILES[cls]}.yaml")
+        if not (tmp_path / "state").exists():
+            save_run(cfg([f"run={tmp_path}", *judge]), tmp_path)
+            (tmp_path / "state" / "step-00000001").mkdir(parents=True)
+        return cfg([f"run={tmp_path}", *judge, *overrides])
+
+    return resume
 
 
 def test_a_run_may_go_on_longer_or_slower_and_says_what_changed(begun, capsys):
     """Past bug: after a default had changed, a run continued with another optim.betas without a word."""
-    folder.refuse_other_run(cfg_of(begun, "steps=99", "optim.lr=1e-4"))
-    told = "has other settings than before: optim.lr: 0.0003, now 0.0001; steps: 60, now 99\n"
-    assert capsys.readouterr().out == f"{begun} {told}"
+    folder.refuse_other_run(begun(RLConfig, "steps=99", "optim.lr=1e-4"))
+    told = capsys.readouterr().out
+    assert "optim.lr: 0.0003, now 0.0001; steps: 60, now 99" in told and told.count(", now ") == 2
 
 
-@pytest.mark.parametrize("change", ["url=http://127.0.0.1:9/v1", "key=OTHER_KEY", "timeout=9"])
-def test_a_resumed_run_may_reach_its_judge_in_another_way(begun, change):
-    """Past bug: only an evaluation could, so an RL run could not resume once its judge had another port."""
-    save_run(cfg_of(begun, "reward.judge.url=http://127.0.0.1:8/v1", "reward.judge.model=m"), begun)
-    folder.refuse_other_run(
-        cfg_of(begun, "reward.judge.url=http://127.0.0.1:8/v1", "reward.judge.model=m", f"reward.judge.{change}")
-    )
+# Past bugs: only an evaluation could reach its judge in another way, so an RL run could not resume once it had another port; the
+# weights, the files and the order of the data could change, and `pack_tokens`, over which rows are skipped.
+@pytest.mark.parametrize("cls, change, allowed", [
+    (RLConfig, "reward.judge.url=http://127.0.0.1:9/v1", True),
+    (RLConfig, "reward.judge.key=OTHER_KEY", True),
+    (RLConfig, "reward.judge.timeout=9", True),
+    (RLConfig, "reward.judge.model=other", False),
+    (RLConfig, "data.sources=[{path: elsewhere/rl.parquet}]", True),
+    (RLConfig, "data.video_root=elsewhere", True),
+    (RLConfig, "data.sources=[{path: sft.parquet}]", False),
+    (RLConfig, "data.sources=[{path: rl.parquet, weight: 2}]", False),
+    (RLConfig, "data.seed=1", False),
+    (RLConfig, "grpo.group_size=4", False),
+    (SFTConfig, "pack_tokens=2049", False),
+])  # fmt: skip
+def test_a_run_goes_on_elsewhere_and_otherwise_but_not_as_another_one(begun, cls, change, allowed):
+    cfg, key = begun(cls, change), change.partition("=")[0]
+    refusal = pytest.raises(ConfigError, match=rf"\({key}: ")
+    with contextlib.nullcontext() if allowed else refusal:
+        folder.refuse_other_run(cfg)
 
 
 def test_a_setting_that_is_newer_than_the_run_had_its_default_value_there(begun):
-    saved = begun / "config.yaml"
+    cfg = begun(RLConfig)
+    saved = Path(cfg.run) / "config.yaml"
     tree = yaml.safe_load(saved.read_text())
-    del tree["val_tasks"], tree["data"]["seed"]
+    del tree["data"]["seed"]
     saved.write_text(yaml.safe_dump(tree))
-    folder.refuse_other_run(cfg_of(begun))
+    folder.refuse_other_run(cfg)
 
 
-def test_a_run_that_goes_on_with_other_code_keeps_its_commits(begun):
-    record = begun / "run.json"
+def test_a_run_that_goes_on_with_other_code_keeps_its_commits_and_has_its_packages(begun):
+    cfg = begun(RLConfig)
+    record = Path(cfg.run) / "run.json"
     first = json.loads(record.read_text())
     record.write_text(json.dumps(first | {"commits": ["abc"]}))
-    save_run(cfg_of(begun), begun)
-    assert json.loads(record.read_text())["commits"] == ["abc", *first["commits"]]
-
-
-def test_a_resumed_run_may_find_its_data_elsewhere(begun):
-    folder.refuse_other_run(cfg_of(begun, "data.sources=[{path: elsewhere/rl.parquet}]", "data.video_root=elsewhere"))
-
-
-MIXED_ANEW = ("sources=[{path: rl.parquet, weight: 2}]", "sources=[{path: sft.parquet}]", "seed=1")
-
-
-@pytest.mark.parametrize("change", ["grpo.group_size=4", *(f"data.{change}" for change in MIXED_ANEW)])
-def test_a_run_does_not_go_on_as_another_one(begun, change):
-    """Past bugs: the weights, the files and the order of the data could change."""
-    key = change.partition("=")[0]
-    with pytest.raises(ConfigError, match=rf"belongs to a run with other settings \({key}: "):
-        folder.refuse_other_run(cfg_of(begun, change))
-
-
-def test_a_training_does_not_resume_with_another_length_of_its_packs(begun):
-    """Past bug: it could, but rows over `pack_tokens` are skipped, so the steps after it had other rows."""
-    sft = config.load(SFTConfig, REPO / "configs" / "toy_sft.yaml", [f"run={begun}"])
-    save_run(sft, begun)
-    with pytest.raises(ConfigError, match=r"belongs to a run with other settings \(pack_tokens: "):
-        folder.refuse_other_run(replace(sft, pack_tokens=sft.pack_tokens + 1))
-
-
-def has_setting(cls: type, name: str) -> bool:
-    """Return whether a config has the setting, such as "rollout.urls", in its own section or in one of its sections."""
-    key, _, rest = name.partition(".")
-    hint = typing.get_type_hints(cls).get(key)
-    return hint is not None and (not rest or has_setting(hint, rest))
+    save_run(cfg, cfg.run)
+    now = json.loads(record.read_text())
+    assert now["commits"] == ["abc", *first["commits"]] and now["packages"]["torch"] == version("torch")
 
 
 @pytest.mark.parametrize("name", sorted(folder.MAY_CHANGE | folder.MAY_GROW))
 def test_what_may_change_when_a_run_resumes_is_a_setting(name):
-    assert any(has_setting(cls, name) for cls in (RLConfig, SFTConfig, EvalConfig))
+    assert name in {section + setting for _, section, setting in SETTINGS}
 
 
 # ------------------------------------------------------------------------------------------------ the page
