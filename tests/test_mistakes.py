@@ -185,8 +185,9 @@ def test_a_dry_run_shows_memory_then_its_checks_and_ends_at_the_first_fault(desk
     assert status == 1 and re.search(
         r"data: \d+ rows of \S+\nerror: gone: neither a folder nor a model on the hub", told
     )
-    # Past bug: it checked the one rank of the dry run itself.
-    assert "error: batch_tasks = 8: each of 9 ranks needs a task" in typed(f"{RL} run=run plan.gpus=9 --dry-run")[1]
+    # Past bug: it checked the one rank of the dry run itself. Each rank needs a task.
+    assert "error: batch_tasks = 8: each of 9 ranks" in typed(f"{RL} run=run plan.gpus=9 --dry-run")[1]
+    assert not typed(f"{RL} run=run plan.gpus=8 --dry-run")[0]
     assert not (desk / "run").exists()
 
 
