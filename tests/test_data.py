@@ -4,9 +4,7 @@ import collections
 import contextlib
 import json
 import os
-import re
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from scripted import Scripted, check_rows_of_a_rollout, crop
 from scripts import REPO
@@ -26,11 +26,11 @@ from rl import RLConfig, Sampler, draw_k
 from rl import check_row as check_rl_row
 from rollout import AgentContext, RolloutConfig, ask_subagent, overview
 from runtime import config, dataset
-from runtime.dataset import DataConfig, DataError, Dataset, RowError, Rows, Source, row_errors
+from runtime.dataset import DataConfig, DataError, Dataset, RowError, Source, row_errors
 from runtime.packing import best_fit
 from runtime.policy import PolicyConfig
-from runtime.script import read_all_rows, read_row
-from runtime.video import Videos
+from runtime.script import read_all_rows
+from runtime.video import VideoError, Videos
 from sft import Batches, SFTConfig, check_row, encode_dialogue
 from tools import ClipForSubagent
 
@@ -185,72 +185,92 @@ def test_images_and_text_only_rows_are_rows_too(tmp_path, encode, toy_renderer):
     assert text_only.clips == [] and sum(text_only.mask) >= 2
 
 
-# ------------------------------------------------------------------------------------------------ hostile rows
-
-
-HALF = "\ud800"  # one half of an emoji's surrogate pair
+# ------------------------------------------------------------------------------------------------ bad rows, and --check-data
 
 
 @pytest.fixture(scope="module")
 def trap(tmp_path_factory, toy_dir) -> Path:
-    """A folder with a good video, an image that is cut off, and a pipe without a writer."""
+    """A folder with a good video, one of zeros, an image that is cut off, and a pipe without a writer."""
     folder = tmp_path_factory.mktemp("trap")
     (folder / "good.mp4").symlink_to(toy_dir / "videos" / "train00000.mp4")
+    (folder / "zeros.mp4").write_bytes(bytes(2000))
     Image.new("RGB", (9, 9)).save(folder / "half.png")
     os.truncate(folder / "half.png", 45)
     os.mkfifo(folder / "fifo")
     return folder
 
 
-def test_a_row_that_nobody_foresaw_costs_itself_and_is_named_with_what_it_raised(
-    trap, toy_renderer, videos, caplog, monkeypatch
+@pytest.fixture
+def checked(toy_dir, trap, capsys):
+    """checked(messages of rows) -> the config that reads them, the status of its --check-data, and the lines."""
+
+    def run(*messages) -> tuple[SFTConfig, int, list[str]]:
+        source = Source(write_jsonl(trap / "sft.jsonl", [{"messages": m} for m in messages]))
+        overrides = [f"policy.checkpoint={toy_dir}/model", "decoders=1", "pack_tokens=2000", "val=null"]
+        cfg = config.load(SFTConfig, REPO / "configs" / "toy_sft.yaml", overrides)
+        cfg = replace(cfg, data=DataConfig((source,), max_bad_fraction=1.0))
+        return cfg, read_all_rows(cfg, check_row), capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_training_rejects_the_rows_that_check_data_names_for_the_same_reasons(
+    checked, toy_renderer, videos, caplog, monkeypatch
 ):
-    """Training rejects the rows that `--check-data` names, and gives the same reasons."""
+    """A row that nobody foresaw costs itself, and is named with what it raised."""
     monkeypatch.setattr(dataset, "_logged", set())
     whys = {
         "RecursionError": "[" * 100_000,
         "OverflowError": [shows("good.mp4", video_start=-1e308, video_end=1e308), SAID],
         "OverflowError: ": [shows("good.mp4", video_start=-(10**400), video_end=10**400), SAID],
         "half.png: cannot be decoded": [shows("half.png"), SAID],
+        "zeros.mp4: cannot be decoded": [shows("zeros.mp4"), SAID],
         "fifo: is not a regular file": [shows("good.mp4"), SAID, shows("fifo"), SAID],
-        r"\ud800.png: no such file": [shows(f"{HALF}.png"), SAID],
+        r"\ud800.png: no such file": [shows("\ud800.png"), SAID],  # half of an emoji
         "good.mp4: cannot be decoded (Unidentified": [{"role": "user", "content": [{"image": "good.mp4"}]}, SAID],
+        "more than pack_tokens = 2000": [shows("good.mp4", "why " * 3000, nframes=2), SAID],
     }
-    rows = [{"messages": messages} for messages in (*whys.values(), [shows("good.mp4"), SAID])]
-    path = write_jsonl(trap / "sft.jsonl", rows)
-    data = DataConfig((Source(path),), max_bad_fraction=1.0)
-    cfg = SFTConfig(run="run", policy=PolicyConfig(""), data=data, pack_tokens=2000)
-    batches = Batches(data, cfg, videos, toy_renderer)
-    assert sum(len(micro.bundles) for micro in batches.make(0, len(rows))) == 1
-    check = partial(check_row, root=trap, cfg=cfg, renderer=toy_renderer, videos=videos)
-    for i, why in enumerate(whys):
-        _, reason, _ = read_row(i, Rows(path), check)
-        assert why in reason
-        assert batches.dataset.bad[f"sft.jsonl:{i}"] == reason
+    cfg, status, [first, *lines] = checked(*whys.values(), [shows("good.mp4", nframes=2), SAID])
+    batches = Batches(cfg.data, cfg, videos, toy_renderer)
+    [micro] = batches.make(0, len(whys) + 1)
+    [[learned]] = [bundle.rows for bundle in micro.bundles]
+    assert status == 1
+    assert first.endswith(f": 10 rows, 9 unusable; {len(learned.ids)} tokens, at most {len(learned.ids)}")
+    assert lines == [f"  row {i}: {batches.dataset.bad[f'sft.jsonl:{i}']}" for i in range(len(whys))]
+    assert [why for why, line in zip(whys, lines) if why not in line] == []
     traces = [record.exc_info[0] for record in caplog.records if record.exc_info]
     assert traces == [OverflowError]  # the first of its type; errors from a file's worker are not ours
 
 
-RL_ROW = {"prompt": [{"role": "user", "content": "q"}], "videos": ["good.mp4"], "extra_info": {"answer": "B", "question_type": "mcq"}}  # fmt: skip
+def test_check_data_counts_what_is_odd_about_usable_rows(checked):
+    """It is often a mistake, but the toy builds it in on purpose."""
+    asked = {"role": "user", "content": "q"}
+    called, unread = ({"role": "assistant", "content": text} for text in (crop() * 2, "<tool_call>{</tool_call>"))
+    reply = {"role": "tool", "content": "r"}
+    _, status, lines = checked([asked, called, reply, SAID], [asked, unread], [asked, unread, reply, SAID])
+    odd = [("2", "fewer replies than calls"), ("3", "no frame"), ("2", "a call that cannot be parsed")]
+    assert not status and lines[1:] == [f"  note    {count} rows with {what}" for count, what in odd]
+    _, status, lines = checked([shows("good.mp4"), called, reply, reply, SAID])
+    assert not status and len(lines) == 1
 
 
-def test_a_bad_rl_row_is_left_out_and_a_video_that_cannot_be_shown_fails_its_episodes(trap, toy_renderer):
-    half = {"answer": "x", "id": HALF}
-    bad = [RL_ROW | change for change in ({"prompt": "[" * 100_000}, {"extra_info": half}, {"videos": [HALF]})]
-    (trap / "zeros.mp4").write_bytes(bytes(2000))
-    shown = [RL_ROW | {"videos": [name]} for name in ("zeros.mp4", "fifo", "good.mp4")]
-    data = DataConfig((Source(write_jsonl(trap / "rl.jsonl", [*bad, *shown])),), max_bad_fraction=1.0)
-    cfg = RLConfig(run="run", policy=PolicyConfig(""), data=data, batch_tasks=6, grpo=GRPOConfig(group_size=2), gating=(2,))  # fmt: skip
+def test_a_video_that_cannot_be_shown_fails_its_episodes_and_is_no_bad_row(trap, toy_renderer):
+    info = {"answer": "B", "question_type": "mcq"}
+    names = ("zeros.mp4", "fifo", "good.mp4")
+    rows = [{"prompt": [SAID | {"role": "user"}], "videos": [name], "extra_info": info} for name in names]
+    data = DataConfig((Source(write_jsonl(trap / "rl.jsonl", rows)),))
+    cfg = RLConfig(run="run", policy=PolicyConfig(""), data=data, batch_tasks=3, grpo=GRPOConfig(group_size=2))
     engine = Scripted(toy_renderer, lambda prompt, seed: "B<|im_end|>")
     with Videos(1) as videos, contextlib.closing(Sampler(cfg, engine, toy_renderer, videos)) as sampler:
         sampler.start(0)
         groups, _ = sampler.get(0)
-        failed = {Path(g.task.videos[0]).name for g in groups if g.episodes[0].error.startswith("VideoError: ")}
-        assert len(groups) == 3 and failed == {"zeros.mp4", "fifo"}
-        for i, why in enumerate(["RecursionError", "UnicodeEncodeError", "no such file"]):
-            assert why in sampler.dataset.bad[f"rl.jsonl:{i}"]
-        tokens, oddities = check_rl_row(RL_ROW, "rl.jsonl:5", trap, cfg, toy_renderer, videos)
+        errors = {Path(group.task.videos[0]).name: group.episodes[0].error for group in groups}
+        assert errors["good.mp4"] == "" and {name for name in errors if "VideoError" in errors[name]} == {*names[:2]}
+        assert not sampler.dataset.bad
+        tokens, oddities = check_rl_row(rows[2], "rl.jsonl:2", trap, cfg, toy_renderer, videos)
         assert tokens > 0 and not oddities
+        with pytest.raises(VideoError):
+            check_rl_row(rows[0], "rl.jsonl:0", trap, cfg, toy_renderer, videos)
 
 
 # ------------------------------------------------------------------------------------------------ batches
@@ -375,54 +395,14 @@ def test_a_row_has_the_same_name_wherever_its_file_is(tmp_path):
         assert sorted(numbers(dataset, 0, size=3)) == ["a.jsonl:0", "a.jsonl:1", "a.jsonl:2"]
 
 
+@given(st.lists(st.integers(1, 120), max_size=30))
+def test_packing_loses_no_row_and_keeps_to_the_room(lengths):
+    bins = best_fit(lengths, 100)
+    assert sorted(sum(bins, [])) == list(range(len(lengths)))
+    assert all(len(rows) == 1 or sum(lengths[i] for i in rows) <= 100 for rows in bins)
+
+
 def test_packing_puts_the_longest_first_where_the_least_room_stays():
     """60 opens a bin, 50 opens another, 40 just fits beside 60, and 30 and 20 beside 50. Longer items get their own bin."""
     assert best_fit([20, 30, 40, 50, 60], 100) == [[4, 2], [3, 1, 0]]
     assert best_fit([5, 101, 60, 35, 250], 100) == [[4], [1], [2, 3, 0]]
-
-
-# ------------------------------------------------------------------------------------------------ --check-data
-
-
-@pytest.fixture
-def told(toy_dir, tmp_path, capsys):
-    """told(rows, pack_tokens=...) -> (status, the lines of --check-data about these rows and a good held-out row)."""
-
-    def run(rows: list[list[dict]], **changes) -> tuple[int, list[str]]:
-        overrides = [f"policy.checkpoint={toy_dir}/model", f"run={tmp_path}/run", "decoders=1"]
-        cfg = config.load(SFTConfig, REPO / "configs" / "toy_sft.yaml", overrides)
-        files = {"mine.jsonl": rows, "good.jsonl": [[shows("train00000.mp4", nframes=2), SAID]]}
-        for name, messages in files.items():
-            source = Source(write_jsonl(tmp_path / name, [{"messages": m} for m in messages]))
-            files[name] = DataConfig((source,), video_root=f"{toy_dir}/videos")
-        cfg = replace(cfg, data=files["mine.jsonl"], val=files["good.jsonl"], **changes)
-        return read_all_rows(cfg, check_row), capsys.readouterr().out.splitlines()
-
-    return run
-
-
-def test_check_data_counts_every_row_and_names_the_bad_ones(told):
-    """A row is bad if the encoder refuses it, or if it is longer than `pack_tokens`."""
-    good, missing = (shows(name, nframes=2) for name in ("train00000.mp4", "gone.mp4"))
-    long = shows("train00000.mp4", "why " * 3000, nframes=2)
-    status, lines = told([[question, SAID] for question in (good, missing, long)], pack_tokens=2000)
-    assert status == 1 and len(lines) == 4
-    assert re.search(r"mine.jsonl: 3 rows, 2 unusable; (\d+) tokens, at most \1$", lines[0])
-    assert re.match(r"  row 1: .*gone.mp4", lines[1]) and re.match(r"  row 2: \d+ tokens.* 2000$", lines[2])
-    assert re.search(r"good.jsonl: 1 rows, 0 unusable; \d+ tokens", lines[3])
-
-
-def test_check_data_counts_what_is_odd_about_usable_rows(told):
-    """It is often a mistake, but the toy builds it in on purpose."""
-    asked = {"role": "user", "content": "q"}
-    called, unread = ({"role": "assistant", "content": text} for text in (crop() * 2, "<tool_call>{</tool_call>"))
-    reply = {"role": "tool", "content": "r"}
-    status, lines = told([[asked, called, reply, SAID], [asked, unread], [asked, unread, reply, SAID]])
-    notes = [line.split()[1:2] + line.split()[-3:] for line in lines[1:-1]]
-    assert status == 0 and notes == [
-        ["2", "replies", "than", "calls"],
-        ["3", "with", "no", "frame"],
-        ["2", "cannot", "be", "parsed"],
-    ]
-    status, lines = told([[shows("train00000.mp4"), called, reply, reply, SAID]])
-    assert status == 0 and len(lines) == 2

@@ -1,7 +1,6 @@
 """The cold start: its loss equals a plain reference, ranks and kills do not change it, and bad batches are reported."""
 
 import contextlib
-import shutil
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -189,22 +188,6 @@ def test_the_loss_falls_and_everything_is_written_down(uninterrupted):
     assert len(list((uninterrupted / "state").iterdir())) == 2  # keep: 2
     assert config.load(SFTConfig, uninterrupted / "config.yaml").steps == 12
     assert (uninterrupted / "model" / "rollout.json").read_text() == '{"think_prefix": false}'  # for an evaluation
-
-
-def test_unusable_rows_cost_themselves_only(toy_dir, toy_renderer, tmp_path, videos):
-    """A corrupt video and rows over `pack_tokens` are named and counted."""
-    shutil.copytree(toy_dir, tmp_path / "toy")
-    victim = next((tmp_path / "toy" / "videos").glob("train*.mp4"))
-    victim.write_bytes(b"\0" * 2000)
-    data = {"sources": [{"path": str(tmp_path / "toy" / "sft.parquet")}], "max_bad_fraction": 0.5}
-    cfg = sft_config(tmp_path / "run.yaml", toy_dir, data=data, batch_rows=72, pack_tokens=380)
-    cfg = config.load(SFTConfig, cfg)
-    batches = sft.Batches(cfg.data, cfg, videos, toy_renderer)
-    usable = sum(len(micro.bundles) for micro in batches.make(0))
-    reasons = list(batches.dataset.bad.values())
-    assert usable + len(reasons) == 72
-    assert any(victim.name in reason for reason in reasons)
-    assert any("more than pack_tokens = 380" in reason for reason in reasons)
 
 
 @pytest.mark.parametrize("agent, said, refused", [
