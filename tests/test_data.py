@@ -169,12 +169,6 @@ def test_a_sub_agents_row_is_what_a_rollout_asks_in_its_tools_words(video, encod
     assert "What happens here?\nQuestion: Which?<" in toy_renderer.decode(asked.ids)
 
 
-def test_a_direct_agents_row_shows_and_tells_of_no_tools(video, encode, toy_renderer):
-    for agent, tools in (("main", True), ("direct", False)):
-        text = toy_renderer.decode(encode([shows(video, nframes=4), SAID], agent=agent).ids)
-        assert ("<tools>" in text) is ("call tools" in text) is tools
-
-
 def test_images_and_text_only_rows_are_rows_too(tmp_path, encode, toy_renderer):
     noise = np.random.default_rng(0).integers(0, 256, (100, 200, 3), dtype=np.uint8)
     Image.fromarray(noise).save(tmp_path / "a.png")

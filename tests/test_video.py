@@ -407,14 +407,6 @@ def test_a_worker_that_hangs_is_replaced_and_its_siblings_work_on(good, tmp_path
         assert "ZeroDivisionError" in str(error_of(videos.info, files[1]))
 
 
-def test_a_worker_that_hangs_as_it_starts_is_killed(good, tmp_path, monkeypatch):
-    (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 60\n")
-    (tmp_path / "python").chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with Videos(workers=1, timeout=1) as videos:
-        assert "hung its decoder for 1 s" in str(error_of(videos.info, good))
-
-
 def test_workers_that_die_while_idle_cost_no_file_and_leave_no_descriptors(good):
     """In a process of its own: threads of other tests open and close descriptors."""
     finish(Forked(partial(kill_idle_workers, good)))
