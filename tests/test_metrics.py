@@ -17,7 +17,8 @@ from study.lab import Characters, episode_of_turns
 from tools import TOOLS
 
 CODE = "<tool_code>\ncrop_video(start_time=0, end_time=16)\n</tool_code>"
-LOOK = f"<think>\nLet me look closer.\n</think>\n{crop(0, 16)}{END_OF_TURN}"
+CALL = crop(0, 16)
+LOOK = f"<think>\nLet me look closer.\n</think>\n{CALL}{END_OF_TURN}"
 DONE = f"<think>\nThe clip shows it.\n</think>\n<answer>B</answer>{END_OF_TURN}"
 MCQ = Task("t", "Which?\nA. red\nB. blue", (), "mcq", "B", ("red", "blue"))
 PLAIN = RewardConfig()
@@ -118,9 +119,7 @@ def test_closure_is_the_share_of_opened_tags_that_were_closed_in_their_turn():
 
 
 def test_the_code_of_pretrained_models_counts_for_closure_and_has_no_limit():
-    parts = measured(
-        [LOOK.replace(crop(0, 16), CODE), LOOK.replace(crop(0, 16), CODE.removesuffix("</tool_code>")), DONE]
-    )
+    parts = measured([LOOK.replace(CALL, CODE), LOOK.replace(CALL, CODE.removesuffix("</tool_code>")), DONE])
     assert parts["closure/tool_code"] == 0.5
     assert "spam/tool_code" not in parts
 

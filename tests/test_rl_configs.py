@@ -37,6 +37,8 @@ def test_every_config_of_a_real_model_fits_its_gpus(name, toy_dir, capsys):
     told = capsys.readouterr().out
     used = [float(line.split()[1]) for line in told.splitlines() if line.split()[:1] == ["sum"]]
     assert "data: " in told and used and all(20 < gib < 80 for gib in used)
+    # Past bug: it said "ok" to any name that looks like one on the hub.
+    assert ("Qwen3-VL-8B-Instruct was not looked up" in told) is (name == "sft_8b")
 
 
 def test_a_gpu_that_trains_and_samples_must_hold_both(toy_dir, capsys):

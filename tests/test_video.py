@@ -289,13 +289,9 @@ BAD = {  # file -> how it is made, a part of its error, and whether it is quaran
     "text.mp4": (text, "cannot be decoded", True),
     "index_at_the_end.mp4": (half, "cannot be decoded", True),
     "audio_only.mp4": (hum, "no video stream", True),
-    "h264.avi": (partial(write, n=100), "contradict", False),  # AVI stores no times, and B-frames' cannot be guessed
+    "h264.avi": (partial(write, n=100), "contradict", False),  # AVI stores no times: those of B-frames are guesses
     "fifo.png": (os.mkfifo, "not a regular file", False),
-    "eps.png": (
-        partial(Image.fromarray(picture(5)).save, format="EPS"),
-        "Unidentified",
-        False,
-    ),  # it starts Ghostscript
+    "eps.png": (partial(Image.fromarray(picture(5)).save, format="EPS"), "Unidentified", False),  # starts Ghostscript
 }
 
 
