@@ -4,24 +4,24 @@ test_mistakes.py."""
 import json
 import os
 import runpy
+import string
 import sys
 import tempfile
-import typing
 from collections.abc import Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
-from hypothesis import given, reject, settings
+from hypothesis import assume, given, reject, settings
 from hypothesis import strategies as st
 from scripts import REPO, Forked, finish
 
 from eval import EvalConfig
 from evals import rows
 from rl import RLConfig
-from runtime import config
+from runtime import config, folder
 from runtime.dataset import Source
 from runtime.folder import save_run
 from runtime.run import OptimConfig
@@ -33,25 +33,31 @@ TEXT = st.text(st.characters(max_codepoint=0xD7FF), max_size=9)
 VALUES = {bool: st.booleans(), int: st.integers(0, 1 << 60), float: st.floats(0, 1e300), str: TEXT}
 
 
+def class_of(path: Path) -> type:
+    if path.parent.name == "eval":
+        return EvalConfig
+    return SFTConfig if "sft" in path.stem else RLConfig
+
+
 def load(path: Path, *overrides: str) -> Any:
     """Load a config of configs/ as its script does."""
-    if path.parent.name == "eval":
-        return rows.load(EvalConfig, path, ["row=paravt_8b", *overrides] if path.stem == "rows" else overrides)
-    return config.load(SFTConfig if "sft" in path.stem else RLConfig, path, overrides)
+    return rows.load(class_of(path), path, ["row=paravt_8b", *overrides] if path.stem == "rows" else overrides)
 
 
-def scalars(cfg: Any, prefix: str = "") -> Iterator[tuple[str, st.SearchStrategy]]:
-    """Yield each scalar setting, such as "optim.lr", with a strategy for its values."""
-    for name, hint in get_type_hints(type(cfg)).items():
-        value = getattr(cfg, name)
+def settings_of(cls: type, section: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yield section, name and type of each setting: ("optim.", "lr", float), ("data.sources[0].", "path", str)."""
+    for name, hint in get_type_hints(cls).items():
         if type(None) in get_args(hint):
             hint = get_args(hint)[0]
-        if is_dataclass(value):
-            yield from scalars(value, f"{prefix}{name}.")
-        elif typing.get_origin(hint) is typing.Literal:
-            yield prefix + name, st.sampled_from(get_args(hint))
-        elif hint in VALUES and name not in ("key", "prompt_file"):  # they refuse most texts
-            yield prefix + name, VALUES[hint]
+        yield section, name, hint
+        if is_dataclass(hint):
+            yield from settings_of(hint, f"{section}{name}.")
+        elif get_origin(hint) is tuple and is_dataclass(get_args(hint)[0]):
+            yield from settings_of(get_args(hint)[0], f"{section}{name}[0].")
+
+
+CLASSES = (SFTConfig, RLConfig, EvalConfig)
+SETTINGS = {cls: {(section, name): hint for section, name, hint in settings_of(cls)} for cls in CLASSES}
 
 
 def value_of(cfg: Any, setting: str) -> Any:
@@ -73,17 +79,43 @@ def test_every_config_loads_and_names_its_run_after_itself(path):
 @settings(max_examples=25)
 @given(st.sampled_from(CONFIGS), st.data())
 def test_a_config_has_the_values_that_are_written_and_its_saved_file_is_that_config(path, data):
-    choices = dict(scalars(load(path)))
-    chosen = data.draw(st.lists(st.sampled_from([*choices]), unique=True, max_size=4))
-    values = {setting: data.draw(choices[setting], setting) for setting in chosen}
+    scalars = {}
+    for (section, name), hint in SETTINGS[class_of(path)].items():
+        if get_origin(hint) is Literal:
+            scalars[section + name] = st.sampled_from(get_args(hint))
+        elif hint in VALUES and "[0]" not in section and name not in ("key", "prompt_file"):  # they refuse most texts
+            scalars[section + name] = VALUES[hint]
+    chosen = data.draw(st.lists(st.sampled_from([*scalars]), unique=True, max_size=4))
+    written = {setting: data.draw(scalars[setting], setting) for setting in chosen}
     try:
-        cfg = load(path, *(f"{setting}={json.dumps(value)}" for setting, value in values.items()))
+        cfg = load(path, *(f"{setting}={json.dumps(value)}" for setting, value in written.items()))
     except config.ConfigError:
-        reject()  # a rule of several settings
-    assert {setting: value_of(cfg, setting) for setting in values} == values
-    with tempfile.TemporaryDirectory() as folder:
-        save_run(cfg, folder)
-        assert config.load(type(cfg), Path(folder) / "config.yaml") == cfg
+        reject()  # a rule of several settings, or a section that lacks others
+    assert {setting: value_of(cfg, setting) for setting in written} == written
+    with tempfile.TemporaryDirectory() as run:
+        save_run(cfg, run)
+        assert config.load(type(cfg), Path(run) / "config.yaml") == cfg
+
+
+@settings(max_examples=300)
+@given(st.sampled_from([*SETTINGS]), st.data())
+def test_a_name_with_a_letter_too_many_or_too_few_is_answered_with_the_name(cls, data):
+    section, name = data.draw(st.sampled_from([*SETTINGS[cls]]))
+    at = data.draw(st.integers(0, len(name) - 1))
+    letters = data.draw(st.sampled_from(["", *(letter + name[at] for letter in string.ascii_lowercase)]))
+    typo = name[:at] + letters + name[at + 1 :]
+    assume((section, typo) not in SETTINGS[cls])
+    tree = {typo: 1}
+    for key in reversed(section.split(".")[:-1]):
+        tree = {key.removesuffix("[0]"): [tree] if key.endswith("[0]") else tree}
+    with pytest.raises(config.ConfigError) as error:
+        config.load_tree(cls, tree, [], "my.yaml")
+    assert f"my.yaml: {section}{typo}: " in str(error.value) and str(error.value).endswith(f" {section}{name}?")
+
+
+@pytest.mark.parametrize("name", sorted(folder.MAY_CHANGE | folder.MAY_GROW))
+def test_what_may_change_when_a_run_resumes_is_a_setting(name):
+    assert any(name == section + setting for settings in SETTINGS.values() for section, setting in settings)
 
 
 def test_a_file_inherits_from_its_base_and_the_command_line_wins(tmp_path):

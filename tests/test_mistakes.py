@@ -9,11 +9,7 @@ import re
 import runpy
 import shlex
 import shutil
-import string
 import sys
-import typing
-from collections.abc import Iterator
-from dataclasses import is_dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -21,8 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from scripts import REPO
 
@@ -57,38 +51,6 @@ def test_a_file_that_is_no_config_is_named(tmp_path, text):
     path = tmp_path / "run.yaml"
     path.write_text(text)
     check_refusal(SFTConfig, path, [], [str(tmp_path), *MISTAKES["files"][text]])
-
-
-def settings_of(cls: type, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the section and the name of each setting: ("optim.", "lr"), ("data.sources[0].", "path")."""
-    for name, hint in typing.get_type_hints(cls).items():
-        yield prefix, name
-        inside, place = hint, f"{prefix}{name}."
-        if typing.get_origin(hint) is tuple:
-            place = f"{prefix}{name}[0]."
-        if typing.get_args(hint):
-            inside = typing.get_args(hint)[0]
-        if is_dataclass(inside):
-            yield from settings_of(inside, place)
-
-
-SETTINGS = [(cls, *place) for cls in FILES for place in settings_of(cls)]
-
-
-@settings(max_examples=300)
-@given(st.sampled_from(SETTINGS), st.data())
-def test_a_name_with_a_letter_too_many_or_too_few_is_answered_with_the_name(setting, data):
-    cls, section, name = setting
-    at = data.draw(st.integers(0, len(name) - 1))
-    more = data.draw(st.sampled_from(["", *(letter + name[at] for letter in string.ascii_lowercase)]))
-    typo = name[:at] + more + name[at + 1 :]
-    assume((cls, section, typo) not in SETTINGS)
-    tree = {typo: 1}
-    for key in reversed(section.replace("[0]", "[]").split(".")[:-1]):
-        tree = {key.removesuffix("[]"): [tree] if key.endswith("[]") else tree}
-    with pytest.raises(ConfigError) as error:
-        config.load_tree(cls, tree, [], "my.yaml")
-    assert f"my.yaml: {section}{typo}: " in str(error.value) and str(error.value).endswith(f" {section}{name}?")
 
 
 # ------------------------------------------------------------------------------------------------ commands
@@ -242,11 +204,6 @@ def test_a_run_that_goes_on_with_other_code_keeps_its_commits_and_has_its_packag
     save_run(cfg, cfg.run)
     now = json.loads(record.read_text())
     assert now["commits"] == ["abc", *first["commits"]] and now["packages"]["torch"] == version("torch")
-
-
-@pytest.mark.parametrize("name", sorted(folder.MAY_CHANGE | folder.MAY_GROW))
-def test_what_may_change_when_a_run_resumes_is_a_setting(name):
-    assert name in {section + setting for _, section, setting in SETTINGS}
 
 
 # ------------------------------------------------------------------------------------------------ the page
