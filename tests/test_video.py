@@ -300,9 +300,9 @@ def test_a_bad_file_is_a_clear_error_and_costs_nobody_else(reader, good, tmp_pat
     path, (make, reason, quarantined) = tmp_path / name, BAD[name]
     make(path)
     before = len(reader._bad)
-    with pytest.raises(VideoError) as caught:
-        reader.image(path, same_size) if name.endswith("png") else reader.overview(path, 60, same_size)
-    assert str(caught.value).startswith(f"{path}: ") and reason in str(caught.value)
+    ask = partial(reader.image, path) if name.endswith("png") else partial(reader.overview, path, 60)
+    error = str(error_of(ask, same_size))
+    assert error.startswith(f"{path}: ") and reason in error
     assert len(reader._bad) - before == quarantined
     assert number(reader.frames(good, [17], (WIDTH, HEIGHT)).pixels[0]) == 17
 
@@ -320,32 +320,28 @@ def test_a_file_that_ends_in_the_middle_of_a_frame_gives_all_frames_before(reade
         assert frames.times == pytest.approx([(i - shown[0]) / 25 for i in shown], abs=2e-3)
 
 
-def test_damage_is_never_passed_off_as_frames(tmp_path):
+def test_damage_is_never_passed_off_as_frames(reader, tmp_path):
     """FFmpeg conceals damage with repeated or smeared pictures. Only damage that parses as valid video can go unnoticed."""
-    path = write(tmp_path / "rot.mp4", n=90, flags="faststart")
-    data, errors = path.read_bytes(), 0
-    with Videos(workers=1) as videos:
-        for seed in range(20):
-            rng, rotten = np.random.default_rng(seed), bytearray(data)
-            for at in rng.integers(data.index(b"mdat") + 800, len(data), 3):
-                rotten[at] ^= int(rng.integers(1, 256))
-            (tmp_path / f"{seed}.mp4").write_bytes(rotten)
-            try:
-                videos.overview(tmp_path / f"{seed}.mp4", 90, same_size)
-            except VideoError:
-                errors += 1
+    data, errors = write(tmp_path / "rot.mp4", n=90, flags="faststart").read_bytes(), 0
+    for seed in range(20):
+        rng, rotten = np.random.default_rng(seed), bytearray(data)
+        for at in rng.integers(data.index(b"mdat") + 800, len(data), 3):
+            rotten[at] ^= int(rng.integers(1, 256))
+        (tmp_path / f"{seed}.mp4").write_bytes(rotten)
+        try:
+            reader.overview(tmp_path / f"{seed}.mp4", 90, same_size)
+        except VideoError:
+            errors += 1
     assert errors >= 17
 
 
-def test_damage_costs_the_frames_that_it_hits_and_no_others(tmp_path):
+def test_damage_costs_the_frames_that_it_hits_and_no_others(reader, tmp_path):
     path = write(tmp_path / "overwritten.mp4", n=100)
     patch(path, b"mdat", path.stat().st_size // 2, bytes(range(1, 251)) * 12)
-    with Videos(workers=1, cache_bytes=0) as videos:
-        for _ in range(2):
-            frames = videos.frames(path, range(0, 30, 5), (WIDTH, HEIGHT))
-            assert [number(p) for p in frames.pixels] == list(range(0, 30, 5))
-            with pytest.raises(VideoError, match="cannot be decoded"):
-                videos.frames(path, range(30, 100, 5), (WIDTH, HEIGHT))
+    for _ in range(2):
+        frames = reader.frames(path, range(0, 30, 5), (WIDTH, HEIGHT))
+        assert [number(p) for p in frames.pixels] == list(range(0, 30, 5))
+        assert "cannot be decoded" in str(error_of(reader.frames, path, range(30, 100, 5), (WIDTH, HEIGHT)))
 
 
 def test_a_quarantined_file_is_not_asked_again_until_it_is_replaced(tmp_path, good, asked):
@@ -379,14 +375,13 @@ SILENT = "os.write(int(sys.argv[2]), b'\\0\\0\\x10\\0' + b'x' * 100); time.sleep
     pytest.param("time.sleep(60)", "hung its decoder for 1 s", id="hangs"),
     pytest.param(SILENT, "hung its decoder for 1 s", id="falls silent in its answer"),
     pytest.param("os.kill(os.getpid(), signal.SIGSTOP)", "hung its decoder for 1 s", id="is stopped"),
-    pytest.param("os.kill(os.getpid(), signal.SIGSEGV)", r"\(exit code -11\)", id="crashes"),
+    pytest.param("os.kill(os.getpid(), signal.SIGSEGV)", "(exit code -11)", id="crashes"),
 ])  # fmt: skip
 def test_a_file_that_a_worker_cannot_index_ends_the_worker_and_is_not_tried_again(good, fake_av, asked, act, told):
     fake_av(f"import os, signal, sys, time\ndef open(path, options):\n    {act}\n")
     with Videos(workers=1, timeout=1) as videos:
         for _ in range(2):
-            with pytest.raises(VideoError, match=told):
-                videos.info(good)
+            assert told in str(error_of(videos.info, good))
         assert asked == ["probe"] and not any(map(alive, worker_pids(videos)))
 
 
