@@ -1,6 +1,7 @@
-"""The config loader: a run uses exactly the values that are written, and its saved file is its config. What it refuses is in
-test_mistakes.py."""
+"""A run uses exactly the values that are written, and its saved file is its config. The configs of configs/ differ in what they
+say and fit their GPUs. What is refused is in test_mistakes.py."""
 
+import contextlib
 import json
 import os
 import runpy
@@ -8,22 +9,27 @@ import string
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
-from hypothesis import assume, given, reject, settings
+from hypothesis import Phase, assume, given, reject, settings
 from hypothesis import strategies as st
-from scripts import REPO, Forked, finish
+from scripts import REPO, Forked, finish, rl_config
 
+import rl
+import sft
 from eval import EvalConfig
 from evals import rows
 from rl import RLConfig
 from runtime import config, folder
+from runtime.config import differences
 from runtime.dataset import Source
+from runtime.engine import EngineConfig
 from runtime.folder import save_run
+from runtime.open_engine import server_flags
 from runtime.run import OptimConfig
 from runtime.visual import VisualContract
 from sft import SFTConfig
@@ -66,17 +72,7 @@ def value_of(cfg: Any, setting: str) -> Any:
     return cfg
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_config_loads_and_names_its_run_after_itself(path):
-    names = {"trained": "", "rows": "eval/paravt_8b", "toy": "toy/eval/sft"}
-    named = load(path).run.removeprefix("runs/")
-    if path.parent.name == "eval":
-        assert named == names[path.stem]
-    else:
-        assert named.replace("toy/", "toy_") in (path.stem, path.stem.removesuffix("_1gpu"))
-
-
-@settings(max_examples=25)
+@settings(max_examples=25, phases=[Phase.generate])  # shrinking would take minutes
 @given(st.sampled_from(CONFIGS), st.data())
 def test_a_config_has_the_values_that_are_written_and_its_saved_file_is_that_config(path, data):
     scalars = {}
@@ -164,3 +160,99 @@ def test_every_script_sets_the_allocator_before_torch_reads_the_setting():
     """torch reads PYTORCH_ALLOC_CONF when it first uses the allocator. A use at import would come before the script."""
     scripts = [f"{script} expandable_segments:True" for script in ("sft.py", "eval.py", "rl.py")]
     assert finish(Forked(start_the_scripts)).splitlines() == [*scripts, "expandable_segments:True False"]
+
+
+# ------------------------------------------------------------------------------------------------ the configs of configs/
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_loads_and_names_its_run_after_itself(path):
+    names = {"trained": "", "rows": "eval/paravt_8b", "toy": "toy/eval/sft"}
+    named = load(path).run.removeprefix("runs/")
+    if path.parent.name == "eval":
+        assert named == names[path.stem]
+    else:
+        assert named.replace("toy/", "toy_") in (path.stem, path.stem.removesuffix("_1gpu"))
+
+
+def test_a_run_whose_servers_do_not_answer_is_refused_before_it_loads_a_model(toy_dir, tmp_path):
+    path = rl_config(tmp_path / "c.yaml", toy_dir, rollout={"urls": ["http://127.0.0.1:9"]})
+    with pytest.raises(config.ConfigError, match="no server answers at http://127.0.0.1:9"):
+        rl.main(config.load(RLConfig, path))
+
+
+def dry_run(path: Path, toy_dir: Path, *overrides: str) -> None:
+    """Try out a config of configs/ whose data exist. Of RL, the cold start does not."""
+    rows, main = {SFTConfig: ("sft", sft.main), RLConfig: ("rl", rl.main)}[class_of(path)]
+    data = [f"data.sources=[{{path: {toy_dir}/{rows}.parquet}}]", f"data.video_root={toy_dir}"]
+    main(load(path, *data, *overrides), dry=True)
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*_[28]b*.yaml")), ids=lambda path: path.stem)
+def test_every_config_of_a_real_model_fits_its_gpus(path, toy_dir, capsys):
+    missing = pytest.raises(config.ConfigError, match="^runs/sft_.*/model: neither a folder nor a model on the hub")
+    with contextlib.nullcontext() if class_of(path) is SFTConfig else missing:
+        dry_run(path, toy_dir)
+    told = capsys.readouterr().out
+    used = [float(line.split()[1]) for line in told.splitlines() if line.split()[:1] == ["sum"]]
+    assert "data: " in told and used and all(20 < gib < 80 for gib in used)
+    # Past bug: it said "ok" to any name that looks like one on the hub.
+    assert ("Qwen3-VL-8B-Instruct was not looked up" in told) is (path.stem == "sft_8b")
+
+
+def test_a_gpu_that_trains_and_samples_must_hold_both(toy_dir, capsys):
+    with pytest.raises(config.ConfigError, match="training and engine on one GPU: .* 20 GiB"):
+        dry_run(REPO / "configs" / "paragrpo_2b_1gpu.yaml", toy_dir, "plan.gpu_gib=20")
+    told = capsys.readouterr().out
+    assert "KV cache" in told and told.count("sum") == 1
+
+
+@pytest.mark.parametrize("capability, size, more", [
+    (None, 1, set()),
+    ((9, 0), 2, {"--attention-backend=fa3"}),
+    ((10, 0), 2, set()),  # with fa3, a server fails an assertion on newer GPUs
+    ((8, 0), 2, set()),
+])  # fmt: skip
+def test_all_servers_get_the_same_flags_and_those_of_the_config_after_them(monkeypatch, capability, size, more):
+    """Past bug: only RL's configs chose SGLang's well-tested paths, so an evaluation's servers had bf16 logits."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: capability is not None)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda gpu: capability)
+    cfg = EngineConfig(server_gpus=(4, 5), tensor_parallel=size, server_args=("--a=1",), max_context=24_576)
+    *ours, theirs, of_size = server_flags(cfg)
+    assert (theirs, of_size) == ("--a=1", f"--tp-size={size}")
+    same = {
+        "--context-length=24592", f"--max-running-requests={64 * size}", "--enable-fp32-lm-head",
+        "--mm-feature-transport=cpu", "--prefill-decode-interval=0", "--schedule-policy=lpm",
+    }  # fmt: skip
+    assert {*ours} == same | more
+
+
+NO_ANCHORING = {
+    "rollout.think_prefix: True, now False",
+    "reward.answer_suffix: True, now False",
+    "reward.anchor.credit: 'struct', now 'off'",
+}
+
+NO_GATING = {"gating: (4, 8, 16, 32, 64), now ()"}
+
+ABLATIONS = {
+    "grpo": NO_ANCHORING | NO_GATING,
+    "anchoring": NO_GATING,
+    "gating": NO_ANCHORING,
+    "no_tool_reward": {"reward.w_tool: 1.0, now 0.0"},
+    "no_gamma": {"reward.anchor.gamma: 0.3, now 0.0"},
+}
+
+
+@pytest.mark.parametrize("name, model", [*[(name, "8b") for name in ABLATIONS], ("grpo", "qwen25vl_7b")])
+def test_an_ablation_differs_from_the_whole_in_what_it_says(name, model):
+    cfg, whole = (asdict(load(REPO / "configs" / f"{n}_{model}.yaml")) for n in (name, "paragrpo"))
+    assert set(differences(whole, cfg | {"run": whole["run"]}).values()) == ABLATIONS[name]
+
+
+def test_a_rank_starts_no_more_decoders_than_it_has_cores(monkeypatch):
+    cfg = load(REPO / "configs" / "paragrpo_8b.yaml")
+    for cores, ranks, workers in ((128, 4, 12), (16, 4, 4), (2, 4, 1), (None, 1, 1)):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        assert cfg.workers == workers
