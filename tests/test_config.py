@@ -177,7 +177,7 @@ def test_every_config_loads_and_names_its_run_after_itself(path):
 
 def test_a_run_whose_servers_do_not_answer_is_refused_before_it_loads_a_model(toy_dir, tmp_path):
     path = rl_config(tmp_path / "c.yaml", toy_dir, rollout={"urls": ["http://127.0.0.1:9"]})
-    with pytest.raises(config.ConfigError, match="no server answers at http://127.0.0.1:9"):
+    with pytest.raises(config.ConfigError, match="http://127.0.0.1:9"):
         rl.main(config.load(RLConfig, path))
 
 
@@ -190,7 +190,7 @@ def dry_run(path: Path, toy_dir: Path, *overrides: str) -> None:
 
 @pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*_[28]b*.yaml")), ids=lambda path: path.stem)
 def test_every_config_of_a_real_model_fits_its_gpus(path, toy_dir, capsys):
-    missing = pytest.raises(config.ConfigError, match="^runs/sft_.*/model: neither a folder nor a model on the hub")
+    missing = pytest.raises(config.ConfigError, match="^runs/sft_.*/model: ")
     with contextlib.nullcontext() if class_of(path) is SFTConfig else missing:
         dry_run(path, toy_dir)
     told = capsys.readouterr().out
