@@ -32,8 +32,10 @@ def run(renderer, tmp_path):
 
 def test_the_terminal_has_thoughts_and_for_each_call_its_window_and_its_report_or_error(run, capsys, golden):
     assert run() == 0
-    told = re.sub(r"\d+\.\d s(?=\)| *$)", "N s", capsys.readouterr().out, flags=re.M)
-    golden("ask.txt", re.sub(r"( *↳.*\n)+", lambda found: "".join(sorted(found[0].splitlines(True))), told))  # in any order
+    told = re.sub(r"(\(|, )\d+\.\d s", r"\1N s", capsys.readouterr().out)
+    golden(
+        "ask.txt", re.sub(r"(  .*\n)+", lambda found: "".join(sorted(found[0].splitlines(True))), told)
+    )  # calls: any order
 
 
 def test_the_trace_is_the_episode_and_finds_its_videos_from_any_folder(run, tmp_path, monkeypatch):
