@@ -53,25 +53,17 @@ def test_the_method_reads_in_one_direction():
     for i, module in enumerate(order):
         assert not IMPORTS[module] & set(order[i:]), module
     assert "eval" not in set().union(*(names for module, names in IMPORTS.items() if room_of(module) != "study"))
+    assert not any(path.read_text() for room in ROOMS for path in REPO.glob(f"{room}/__init__.py"))
 
 
-def test_tools_rollout_and_rewards_know_no_ranks():
+def test_tools_rollout_and_rewards_know_no_ranks_and_rewards_reach_no_http_client():
+    """The caller passes a judge in. Until then, a reward is arithmetic that a test can read without a network."""
     for module in ("tools", "rollout", "rewards"):
         assert "runtime.distributed" not in IMPORTS[module]
         assert "torch.distributed" not in (REPO / f"{module}.py").read_text()
-
-
-def test_rewards_need_no_http_client():
-    """The caller passes a judge in. Until then, a reward is arithmetic that a test can read without a network."""
-    reached = set()
-    left = {"rewards"}
+    reached, left = set(), {"rewards"}
     while left:
         module = left.pop()
         reached.add(module)
         left |= IMPORTS[module] - reached
-    for module in reached:
         assert "import requests" not in (REPO / f"{module.replace('.', '/')}.py").read_text(), module
-
-
-def test_rooms_re_export_nothing():
-    assert not any(path.read_text() for room in ROOMS for path in REPO.glob(f"{room}/__init__.py"))
