@@ -1,10 +1,9 @@
 """Imports go one way. A fork may remove files of the method and rooms, and add anything beside them; a file that it adds to a
 room keeps the room's rule."""
 
-import ast
 import graphlib
 
-from scripts import REPO
+from scripts import REPO, imports_of
 
 ROOMS = ("runtime", "evals", "study")
 METHOD = ("episode", "data", "tools", "rollout", "rewards", "metrics", "grpo", "rl", "dialogues", "sft", "eval")
@@ -24,18 +23,7 @@ def room_of(module: str) -> str:
     return module.partition(".")[0] if "." in module else "method"
 
 
-def imported(path) -> set[str]:
-    """Return the modules of this repository that a file imports anywhere, including in functions and the main guard."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {name.name for name in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
-    return found & MODULES
-
-
-IMPORTS = {".".join(path.relative_to(REPO).with_suffix("").parts): imported(path) for path in FILES}
+IMPORTS = {".".join(path.relative_to(REPO).with_suffix("").parts): imports_of(path) & MODULES for path in FILES}
 
 
 def test_no_file_imports_itself_in_a_circle():
