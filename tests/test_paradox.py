@@ -80,19 +80,13 @@ def says(folder: Path, name: str, then: str = "") -> list[str]:
     return ["-c", f"import os, sys, time\nopen({str(folder / 'order')!r}, 'a').write({name!r})\n{then}"]
 
 
-def test_a_stage_waits_for_the_one_before_and_a_job_that_is_done_is_not_run_again(tmp_path):
+def test_stages_run_in_order_and_their_jobs_once_and_one_that_fails_ends_the_study_and_is_tried_again(tmp_path):
     slow = says(tmp_path, "", f"time.sleep(0.5)\nopen({str(tmp_path / 'order')!r}, 'a').write('b')")
-    stages = [{"slow": slow, "a": says(tmp_path, "a")}, {"c": says(tmp_path, "c")}]
-    paradox.run_stages(stages, tmp_path)
-    paradox.run_stages([*stages, {"d": says(tmp_path, "d")}], tmp_path)
-    assert (tmp_path / "order").read_text() == "abcd"
-
-
-def test_a_job_that_fails_ends_the_study_and_the_next_one_tries_it_again(tmp_path):
-    with pytest.raises(SystemExit, match="a failed, see .*/logs/a.log"):
-        paradox.run_stages([{"a": says(tmp_path, "a", "sys.exit(1)")}, {"b": says(tmp_path, "b")}], tmp_path)
-    paradox.run_stages([{"a": says(tmp_path, "A")}, {"b": says(tmp_path, "b")}], tmp_path)
-    assert (tmp_path / "order").read_text() == "aAb"
+    first, last = {"slow": slow, "a": says(tmp_path, "a")}, {"d": says(tmp_path, "d")}
+    with pytest.raises(SystemExit, match="c failed, see .*/logs/c.log"):
+        paradox.run_stages([first, {"c": says(tmp_path, "c", "sys.exit(1)")}, last], tmp_path)
+    paradox.run_stages([first, {"c": says(tmp_path, "C")}, last], tmp_path)
+    assert (tmp_path / "order").read_text() == "abcCd"
 
 
 @pytest.mark.parametrize(
