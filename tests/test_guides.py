@@ -6,11 +6,9 @@ The functions without `test_` run and assert in the copy (a `Fork`), and import 
 import json
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
-import sys
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -18,7 +16,6 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from endpoint import Endpoint
 from scripts import GONE, REPO, Forked, finish
 
 pytestmark = pytest.mark.skipif(not shutil.which("patch"), reason="the guides' diffs are applied with `patch`")
@@ -61,7 +58,8 @@ class Fork:
             undo = ["--reverse", "--force", "--dry-run"]
             assert self.patch(diff, *undo) or (self.patch(diff) and self.patch(diff, *undo)), diff
         for text in self.files:
-            (self.root / re.match(r"# ((?:configs|tests)/\S+)\n", text)[1]).write_text(text, "utf-8")
+            if path := re.match(r"# ((?:configs|tests)/\S+)\n", text):
+                (self.root / path[1]).write_text(text, "utf-8")
 
     def shell(self, i: int) -> str:
         """Run the guide's i-th block of commands, Python in forked processes and `cat` in bash. Return the output."""
@@ -321,49 +319,21 @@ def read_hub(hub: Path, code: str) -> None:
     exec(code, {})
 
 
-def evaluate(command: list[str]) -> None:
-    """Run eval.py. Where it would load 8B weights, the model says B after a thought."""
-    from scripted import Scripted
-
-    from runtime import open_engine
-
-    said = "So.</think><answer>B</answer><|im_end|>"
-    open_engine.open_engine = lambda source, renderer, *_, **__: Scripted(renderer, lambda prompt, seed: said)
-    sys.argv = command
-    runpy.run_path(command[0], run_name="__main__")
-
-
 @pytest.mark.slow
-def test_the_commands_of_the_first_evaluation_run(follow, tmp_path, toy_dir, monkeypatch):
-    """A folder is the hub, the toy's model lies where the hub's names point, and a script says what 8B models say."""
+def test_the_first_evaluation_runs_and_fetches_the_first_seven_videos_of_the_hub(follow, tmp_path, toy_dir):
+    """A folder is the hub. (test_docs: the other commands load.)"""
     page = follow("evaluate.md")
-    for name in ("ParaVT/ParaVT-8B", "Qwen/Qwen3-VL-8B-Instruct"):
-        shutil.copytree(toy_dir / "model", tmp_path / name, ignore=shutil.ignore_patterns("visual.json"))  # as stock
-    _, videos, gpu, key = page.commands
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "activate").touch()
     assert "| untrained " in page.shell(0)
 
-    # The first seven videos, and no others, come from the hub.
     home = tmp_path / "hub" / "datasets" / "lmms-lab" / "Video-MME"
     fill_hub(home, min((toy_dir / "videos").glob("test*.mp4")))
-    fetch, code = videos.split("python - <<'END'\n")
+    fetch, code = page.commands[1].split("python - <<'END'\n")
     shutil.copytree(home, tmp_path / shlex.split(fetch)[-1], ignore=shutil.ignore_patterns("*.zip"))
     told = page.run(partial(read_hub, tmp_path / "hub", code.removesuffix("END\n")))
     assert [Path(line).name for line in told.splitlines()] == [f"{i:03d}_-x.mp4" for i in range(7)]
 
-    # Both models and their table; then those behind an API.
-    monkeypatch.setenv("OPENAI_API_KEY", "x")
-    monkeypatch.setenv("HOST_API_KEY", "x")
-    api = Endpoint("B")
-    told = []
-    for command in (gpu + key.partition("\n")[2]).replace("\\\n", " ").splitlines():
-        words = shlex.split(command.replace("https://HOST/v1", api.url))[1:]
-        if "gpt4o" in command:
-            words.append(f"api.url={api.url}")
-        told.append(page.run(partial(evaluate, words)))
-    api.shutdown()
-    assert len(told) == 5
-    for row in ("ParaVT-8B (own)", "Qwen3-VL-8B (own)"):
-        assert f"| {row} " in told[2]
-    assert all("(20 of 2700)" in table for table in told)
+    words = shlex.split(page.commands[2].replace("\\\n", " ").partition("\n")[0])  # the first of the 8B's rows
+    told = page.run([*words[1:], f"checkpoint={toy_dir}/model", "--dry-run"])
+    assert "videomme: 20 items" in told

@@ -75,16 +75,17 @@ def test_the_paper_s_figures_are_the_published_ones():
     assert all([float(figure) for figure in paper.split(", ")] in scores for paper in papers)
 
 
-def says(folder: Path, name: str, then: str = "") -> list[str]:
-    """Return a command that appends its name to the file `order`."""
-    return ["-c", f"import os, sys, time\nopen({str(folder / 'order')!r}, 'a').write({name!r})\n{then}"]
+def says(folder: Path, name: str, seconds: float = 0.0, status: int = 0) -> list[str]:
+    """Return a command that appends its name to the file `order` after some seconds."""
+    write = f"open({str(folder / 'order')!r}, 'a').write({name!r})"
+    return ["-c", f"import sys, time\ntime.sleep({seconds})\n{write}\nsys.exit({status})"]
 
 
 def test_stages_run_in_order_and_their_jobs_once_and_one_that_fails_ends_the_study_and_is_tried_again(tmp_path):
-    slow = says(tmp_path, "", f"time.sleep(0.5)\nopen({str(tmp_path / 'order')!r}, 'a').write('b')")
-    first, last = {"slow": slow, "a": says(tmp_path, "a")}, {"d": says(tmp_path, "d")}
+    first = {"b": says(tmp_path, "b", seconds=0.5), "a": says(tmp_path, "a")}
+    last = {"d": says(tmp_path, "d", seconds=0.5)}
     with pytest.raises(SystemExit, match="c failed, see .*/logs/c.log"):
-        paradox.run_stages([first, {"c": says(tmp_path, "c", "sys.exit(1)")}, last], tmp_path)
+        paradox.run_stages([first, {"c": says(tmp_path, "c", status=1)}, last], tmp_path)
     paradox.run_stages([first, {"c": says(tmp_path, "C")}, last], tmp_path)
     assert (tmp_path / "order").read_text() == "abcCd"
 
@@ -111,7 +112,8 @@ def write_evaluation(root: Path, seed: int, row: str, scores: list[float], calls
     made = [{"error": "", "window": window, "text": toy.NOTHING} for window in ([0, 8], [8, 16])]
     for i, score in enumerate(scores):
         video = f"videos/test{i:05d}.mp4"
-        lines.append(line(str(i), score, video=video, calls=made[:calls], f=f, well_formed=1.0))
+        failed = [{"error": "timeout", "window": None, "text": ""}] * (calls == 1)
+        lines.append(line(str(i), score, video=video, calls=made[:calls] + failed, f=f, well_formed=1.0))
     folder = root / f"seed{seed}" / "eval" / row
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"toy-K{k}-parallel.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

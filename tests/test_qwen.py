@@ -10,8 +10,8 @@ from scripted import crop
 from tiny import TOOL, noise, template_ids
 from transformers import GenerationConfig
 
-from episode import NO_PROMPT, Episode, Task, Trajectory
-from rewards import RewardConfig, score, structural_mask
+from episode import NO_PROMPT, Trajectory
+from rewards import structural_mask
 from runtime.prompts import Live
 from runtime.render import THINK_PREFIX, Renderer, load_tokenizer, template_problem
 
@@ -120,14 +120,6 @@ def painted(renderer: Renderer, trajectory: Trajectory) -> str:
 def test_structure_is_tags_and_ends_of_turn_and_never_the_answer(either, expected):
     trajectory = said(either, expected.replace("⟦", "").replace("⟧", ""), forced=THINK_PREFIX)
     assert painted(either, trajectory) == THINK_PREFIX + expected
-
-
-@pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>"])
-def test_a_turn_may_end_with_any_of_the_checkpoints_ends(renderer, end):
-    text = f"I have looked long enough.\n</think>\n<answer>B</answer>{end}"
-    task = Task("t", "Which?\nA. red\nB. green", ("v.mp4",), "mcq", "B", ("red", "green"))
-    parts = score(Episode(task, 4, said(renderer, text, forced=THINK_PREFIX)), renderer, RewardConfig())
-    assert parts["R_acc"] == 1 and parts["well_formed"] == 1 and parts["R_anchor"] == pytest.approx(0.7)
 
 
 @pytest.mark.parametrize("answer", ["B", "12.5 - 20.1", "[12.5, 20.1]", "The red door.", "红伞。", "🙂", "\r\nB\r\n"])
