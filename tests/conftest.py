@@ -23,7 +23,7 @@ from runtime.render import Renderer, load_tokenizer
 from runtime.video import Videos
 from runtime.visual import VisualContract
 from study import toy
-from tools import schemas_of
+from tools import TOOLS
 
 hypothesis.settings.register_profile("patient", deadline=None)  # the machine may be busy
 hypothesis.settings.load_profile("patient")
@@ -98,7 +98,7 @@ def videos():
 
 @pytest.fixture(scope="session")
 def schemas() -> list[dict]:
-    return schemas_of((tiny.TOOL,))
+    return [TOOLS[tiny.TOOL].schema]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 Python takes five seconds of a core to import torch and transformers, so most scripts are forked from a process that has
 imported them already. `anew=True` and options for `Popen` (`start_new_session` to kill a group) start a real one."""
 
+import ast
 import atexit
 import json
 import multiprocessing
@@ -37,6 +38,18 @@ FORKS = multiprocessing.get_context("forkserver")
 # Preload nothing of the project itself: the guides' tests run changed copies of it.
 MODEL = "transformers.models.qwen3_vl.modeling_qwen3_vl"
 FORKS.set_forkserver_preload(["torch.distributed.fsdp", "transformers.models.auto", MODEL, "pyarrow.parquet"])
+
+
+def imports_of(file: Path, at_the_top: bool = False) -> set[str]:
+    """Return the modules that a file imports, also in functions and the main guard unless only those at its top are asked for."""
+    tree = ast.parse(file.read_text("utf-8"))
+    found = set()
+    for node in tree.body if at_the_top else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
+    return found
 
 
 class Forked(FORKS.Process):

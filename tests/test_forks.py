@@ -2,7 +2,6 @@
 
 The rule, as in CONTRIBUTING.md: with a file go the files that import it at their top, of tests/ too, and so on."""
 
-import ast
 import os
 import shutil
 import subprocess
@@ -10,23 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from scripts import REPO
+from scripts import REPO, imports_of
 
 # The tests that every fork must keep. They run in it.
 METHOD = ["docs", "grpo", "house", "metrics", "one_step", "rewards", "rollout", "tools"]
-# What nobody has removed by hand, so that it may stay although nothing needs it.
 EVALS = ["eval.py", *(f"evals/{path.name}" for path in (REPO / "evals").glob("*.py"))]
 STUDY = [f"study/{path.name}" for path in (REPO / "study").glob("[!_]*.py") if path.name != "toy.py"]
-
-
-def imported_at_the_top(file: Path) -> set[str]:
-    found = set()
-    for node in ast.parse(file.read_text("utf-8")).body:
-        if isinstance(node, ast.Import):
-            found |= {name.name for name in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
-    return found
 
 
 def remove(root: Path, files: list[str]) -> None:
@@ -35,7 +23,7 @@ def remove(root: Path, files: list[str]) -> None:
         (root / name).unlink()
     gone = {".".join(Path(name).with_suffix("").parts) for name in files}
     while True:
-        needy = [file for file in root.rglob("*.py") if imported_at_the_top(file) & gone]
+        needy = [file for file in root.rglob("*.py") if imports_of(file, at_the_top=True) & gone]
         if not needy:
             return
         for file in needy:

@@ -5,7 +5,7 @@ import ast
 import graphlib
 import re
 
-from scripts import REPO
+from scripts import REPO, imports_of
 
 ROOMS = ("runtime", "evals", "study")
 METHOD = ("episode", "data", "tools", "rollout", "rewards", "metrics", "grpo", "rl", "dialogues", "sft", "eval")
@@ -25,18 +25,7 @@ def room_of(module: str) -> str:
     return module.partition(".")[0] if "." in module else "method"
 
 
-def imported(path) -> set[str]:
-    """Return the modules of this repository that a file imports anywhere, including in functions and the main guard."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            found |= {name.name for name in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
-    return found & MODULES
-
-
-IMPORTS = {".".join(path.relative_to(REPO).with_suffix("").parts): imported(path) for path in FILES}
+IMPORTS = {".".join(path.relative_to(REPO).with_suffix("").parts): imports_of(path) & MODULES for path in FILES}
 
 
 def test_no_file_imports_itself_in_a_circle():
@@ -54,28 +43,20 @@ def test_the_method_reads_in_one_direction():
     for i, module in enumerate(order):
         assert not IMPORTS[module] & set(order[i:]), module
     assert "eval" not in set().union(*(names for module, names in IMPORTS.items() if room_of(module) != "study"))
+    assert not any(path.read_text() for room in ROOMS for path in REPO.glob(f"{room}/__init__.py"))
 
 
-def test_tools_rollout_and_rewards_know_no_ranks():
+def test_tools_rollout_and_rewards_know_no_ranks_and_rewards_reach_no_http_client():
+    """The caller passes a judge in. Until then, a reward is arithmetic that a test can read without a network."""
     for module in ("tools", "rollout", "rewards"):
         assert "runtime.distributed" not in IMPORTS[module]
         assert "torch.distributed" not in (REPO / f"{module}.py").read_text()
-
-
-def test_rewards_need_no_http_client():
-    """The caller passes a judge in. Until then, a reward is arithmetic that a test can read without a network."""
-    reached = set()
-    left = {"rewards"}
+    reached, left = set(), {"rewards"}
     while left:
         module = left.pop()
         reached.add(module)
         left |= IMPORTS[module] - reached
-    for module in reached:
         assert "import requests" not in (REPO / f"{module.replace('.', '/')}.py").read_text(), module
-
-
-def test_rooms_re_export_nothing():
-    assert not any(path.read_text() for room in ROOMS for path in REPO.glob(f"{room}/__init__.py"))
 
 
 def test_few_types_are_ignored_and_each_says_why():

@@ -22,13 +22,11 @@ def test_the_labs_kind_follows_from_the_gold_answer(monkeypatch, capsys, answer,
 
 def test_the_lab_paints_the_structure_and_scores_by_the_reward_of_a_config(monkeypatch, capsys):
     """The toy pays for the answer alone."""
-    told = {}
-    for more in ((), ("--config", str(REPO / "configs" / "toy_paragrpo.yaml"))):
+    for more, reward in (([], "1.80"), (["--config", str(REPO / "configs" / "toy_paragrpo.yaml")], "1.00")):
         monkeypatch.setattr("sys.argv", ["lab.py", DONE, "--answer", "B", *more])
         lab.main()
-        told[more] = capsys.readouterr().out
-    assert [text.split("\n")[1].split() for text in told.values()] == [["R", "1.80"], ["R", "1.00"]]
-    assert "[<][a][n][s][w][e][r][>]B[<]" in told[()]
+        told = capsys.readouterr().out
+        assert told.split("\n")[1].split() == ["R", reward] and "[<][a][n][s][w][e][r][>]B[<]" in told
 
 
 @pytest.mark.slow
