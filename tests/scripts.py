@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import os
 import random
-import re
 import runpy
 import signal
 import socket
@@ -231,44 +230,3 @@ def same_metrics(one: list[dict], other: list[dict]) -> bool:
         return kept
 
     return figures(one) == figures(other)
-
-
-# ------------------------------------------------------------------------------------------------ results of evaluations
-
-
-def line(id, score, *, video="", **more) -> dict:
-    """Return a line of results."""
-    plain = {
-        "id": id, "videos": [video or f"v/{id}.mp4"], "kind": "mcq", "gold": "A",
-        "said": "A", "answer": "A", "tagged": True, "duration": "", "prediction": "A", "score": float(score), "judged": False, "calls": [], "turns": 1, "tokens": 10,
-        "subagent_tokens": 0, "critical_tokens": 10, "truncated": False, "seconds": 1.0, "error": "",
-    }  # fmt: skip
-    return plain | more
-
-
-def lines(scores: str) -> list[dict]:
-    """Return lines of results, one per digit."""
-    return [line(str(i), int(score)) for i, score in enumerate(scores)]
-
-
-def write_results(folder, split, rows, *, name="toy", arm="parallel", k=64, total=0) -> Path:
-    """Write a file of results into a run's folder, as eval.py does."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump({"name": name}))
-    record = folder / "run.json"
-    items = json.loads(record.read_text())["items"] if record.exists() else {}
-    record.write_text(json.dumps({"items": items | {split: total or len(rows)}}))
-    path = folder / f"{split}-K{k}-{arm}.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def sections(text: str) -> dict[str, list[list[str]]]:
-    """Return title -> rows of cells of each table, with header and rule."""
-    found = {}
-    for part in re.split(r"^### ", text, flags=re.M)[1:]:
-        title, _, body = part.partition("\n\n")
-        rows = [row for row in body.splitlines() if row.startswith("|")]
-        assert len({len(row) for row in rows}) == 1, f"{title}: columns are not aligned"
-        found[title.partition(" (")[0]] = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
-    return found

@@ -13,10 +13,10 @@ import sys
 import numpy as np
 import pytest
 import yaml
+from evaluations import line
 from PIL import Image
 from scripted import play as roll_out
 from scripted import turns
-from scripts import line
 
 from episode import Group, Task, keep_episodes
 from rewards import structural_mask
