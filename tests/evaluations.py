@@ -1,4 +1,7 @@
-"""Results of evaluations, as eval.py writes them: write_results(folder, "lvbench", lines("110")) is a run with three answers."""
+"""Configs of small evaluations, and results as eval.py writes them.
+
+write_results(folder, "lvbench", lines("110"))      # a run with three answers
+"""
 
 import json
 from pathlib import Path
@@ -30,4 +33,24 @@ def write_results(folder, split, rows, *, name="toy", arm="parallel", k=64, tota
     record.write_text(json.dumps({"items": items | {split: total or len(rows)}}))
     path = folder / f"{split}-K{k}-{arm}.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_eval_config(folder: Path, toy_dir: Path, **changes) -> Path:
+    """Write the config of an evaluation in folder/run: each of the toy's 8 test items is asked once, and the whole reply is the
+    answer."""
+    sampling = {"temperature": 0, "think_prefix": True, "max_rounds": 1, "max_new_tokens": 24}
+    tree = {
+        "run": str(folder / "run"),
+        "name": "toy",
+        "checkpoint": str(toy_dir / "model"),
+        "splits": {"toy": str(toy_dir)},
+        "frames": [4],
+        "prompting": {"protocol": "direct"},
+        "rollout": sampling | {"subagents": {"max_new_tokens": 8}},
+        "decoders": 1,
+    }
+    folder.mkdir(exist_ok=True)
+    path = folder / "c.yaml"
+    path.write_text(yaml.safe_dump(tree | changes))
     return path

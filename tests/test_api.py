@@ -10,6 +10,7 @@ import time
 import numpy as np
 import pytest
 from endpoint import Endpoint
+from evaluations import write_eval_config
 from PIL import Image
 from scripted import MemoryVideos
 from scripts import start, wait_for
@@ -103,54 +104,65 @@ def pauses(monkeypatch):
 
 def test_a_busy_api_is_asked_again_and_one_that_refuses_is_not(endpoint, ask, pauses):
     there = endpoint((429, {}, {}), (500, {}, {}), (503, {}, {}), "So.")
-    assert ask(there, "direct")[1] == "So." and len(there.bodies) == 4
+    assert ask(there, "direct")[1] == "So."
+    assert len(there.bodies) == 4
     assert pauses == [0, 2, 4]  # ever longer
     refuses, down = endpoint((401, {}, {"error": {"message": f"Incorrect key: {KEY}"}})), endpoint((503, {}, {}))
     error = ask(refuses, "direct")[0].error
     assert "status 401" in error and "Incorrect key: [the key]" in error and KEY not in error
-    assert "503" in ask(down, "direct")[0].error and (len(refuses.bodies), len(down.bodies)) == (1, 7)
+    assert "503" in ask(down, "direct")[0].error
+    assert (len(refuses.bodies), len(down.bodies)) == (1, 7)
 
 
 ODD = (b"", b"\xff", [], {"odd": 1}, {"choices": ["a"]}, says("stop", 5)[2], b"[" * 9999 + b"]" * 9999)
 
 
-def test_an_odd_reply_costs_one_episode_and_not_the_run(endpoint, ask, pauses):
+@pytest.mark.parametrize("body", ODD, ids=range(len(ODD)))
+def test_an_odd_reply_costs_one_episode_and_not_the_run(endpoint, ask, pauses, body):
     """Past bugs: a 200 with an empty body, or with deep brackets, ended the evaluation or, through the judge, a training."""
-    for body in ODD:
-        odd = endpoint((200, {}, body))
-        assert ask(odd, "direct")[0].error.startswith(f"EngineError: {odd.url}: ")
-        with pytest.raises(JudgeError, match=f"EngineError: {odd.url}: "):
-            ApiJudge(Api(odd.url, "m", ""))("q", "g", "a")
+    odd = endpoint((200, {}, body))
+    assert ask(odd, "direct")[0].error.startswith(f"EngineError: {odd.url}: ")
+    with pytest.raises(JudgeError, match=f"EngineError: {odd.url}: "):
+        ApiJudge(Api(odd.url, "m", ""))("q", "g", "a")
 
 
 def test_an_api_or_a_judge_that_is_silent_is_given_up(endpoint, pauses):
     there = endpoint("yes")
     there.seconds = 1e6
     started = time.monotonic()
-    with pytest.raises(EngineError, match="Read timed out"):
+    with pytest.raises(EngineError, match="timed out"):
         api.ask(Api(there.url, "m", "", timeout=0.5), [{"role": "user", "content": "?"}])
-    with pytest.raises(JudgeError, match="Read timed out"):
+    with pytest.raises(JudgeError, match="timed out"):
         ApiJudge(Api(there.url, "m", "", timeout=0.5))("q", "g", "a")
     assert time.monotonic() - started < 6
     assert len(there.bodies) == 4  # each was asked twice
 
 
-def test_a_refusal_is_no_answer_and_says_its_reason(endpoint, ask, pauses):
+NONE = (
+    ("content_filter", None),
+    ("content_filter", "The man takes"),
+    ("tool_calls", "I look."),
+    ("stop", None),
+    ("stop", " \n"),
+)
+
+
+@pytest.mark.parametrize("finish, content", NONE)
+def test_a_reply_without_an_answer_is_a_refusal_and_not_asked_again(endpoint, ask, finish, content):
     """Past bugs: a refusal was an empty answer, or one that a filter cut off. It scored 0 and was never asked again."""
     for reply, reason in (
-        (says("stop", refusal="I can't help with that."), "I can't help with that."),
-        (says("content_filter"), "no answer, finish_reason content_filter"),
-        (says("content_filter", "The man takes"), "no answer, finish_reason content_filter"),
-        (says("tool_calls", "I look."), "no answer, finish_reason tool_calls"),
-        (says("stop"), "no answer, finish_reason stop"),
-        (says("stop", " \n"), "no answer, finish_reason stop"),
+        (says(finish, content), f"no answer, finish_reason {finish}"),
+        (says(finish, content, refusal="I can't help with that."), "I can't help with that."),
     ):
         there = endpoint(reply)
         episode, answer = ask(there, "direct")
         assert (episode.error, answer, len(there.bodies)) == (f"Refusal: {reason}", None, 1)
-    for content in (None, "", "The man"):  # thinking used up its tokens
-        episode, _ = ask(endpoint(says("length", content)), "direct")
-        assert (episode.error, episode.main.finish) == ("", "length")
+
+
+@pytest.mark.parametrize("content", [None, "", "The man"])
+def test_a_reply_whose_thoughts_used_up_its_tokens_is_no_refusal(endpoint, ask, content):
+    episode, _ = ask(endpoint(says("length", content)), "direct")
+    assert (episode.error, episode.main.finish) == ("", "length")
 
 
 def test_parameters_replace_what_a_request_says_and_null_drops_it(endpoint, ask):
@@ -162,22 +174,23 @@ def test_parameters_replace_what_a_request_says_and_null_drops_it(endpoint, ask)
     assert body["temperature"] == 1
 
 
-def test_a_key_in_place_of_its_variables_name_is_refused_and_not_repeated():
-    with pytest.raises(config.ConfigError, match="api: key: give the name of an environment variable") as error:
-        rows.load(EvalConfig, "configs/eval/rows.yaml", ["row=gpt4o", "api.key=sk-proj-4f9"])
+@pytest.mark.parametrize(
+    "override, named",
+    [
+        ("api.key=sk-4f9", "api: key: .* environment variable"),  # a key in place of its variable's name
+        ("api.keys=sk-4f9", "api.keys: .* api.key?"),
+        ("api={key: sk-4f9", "YAML"),
+        ("api=sk-4f9", "api: must be a mapping"),
+        ("api.key:sk-4f9", "override api.key: "),
+    ],
+)
+def test_a_refused_override_does_not_repeat_the_key(override, named):
+    with pytest.raises(config.ConfigError, match=named) as error:
+        rows.load(EvalConfig, "configs/eval/rows.yaml", ["row=gpt4o", override])
     assert "4f9" not in str(error.value)
 
 
-def test_a_misspelled_override_does_not_repeat_the_key():
-    for override, rule in (
-        ("api.keys=sk-4f9", "api.keys: unknown key; did you mean api.key?"),
-        ("api={key: sk-4f9", "the value must be YAML"),
-        ("api=sk-4f9", "api: must be a mapping, not str"),
-        ("api.key:sk-4f9", "override api.key: write it as key.sub=value"),
-    ):
-        with pytest.raises(config.ConfigError, match=rule) as error:
-            rows.load(EvalConfig, "configs/eval/rows.yaml", ["row=gpt4o", override])
-        assert "4f9" not in str(error.value)
+# ------------------------------------------------------------------------------------------------ an evaluation
 
 
 @pytest.fixture
@@ -185,12 +198,10 @@ def theirs(toy_dir, tmp_path):
     """theirs(endpoint, override, ...) -> a config that evaluates the model behind that endpoint."""
 
     def make(there, *overrides) -> EvalConfig:
-        (tmp_path / "c.yaml").write_text(
-            f"run: {tmp_path}/run\nname: theirs\ncheckpoint: {toy_dir}/model\nsplits: {{toy: {toy_dir}}}\nframes: [4]\n"
-            "prompting: {protocol: direct}\nrollout: {concurrency: 3}\ndecoders: 1\n"
-            f"api: {{url: '{there.url}', model: m, key: {NAME}}}"
+        model = {"url": there.url, "model": "m", "key": NAME}
+        return config.load(
+            EvalConfig, write_eval_config(tmp_path, toy_dir, api=model, rollout={"concurrency": 3}), overrides
         )
-        return config.load(EvalConfig, tmp_path / "c.yaml", overrides)
 
     return make
 
@@ -206,7 +217,7 @@ def test_ctrl_c_ends_an_evaluation_of_an_api_that_hangs(endpoint, theirs, tmp_pa
     there.seconds = 1e6  # for all requests after the first small one
     wait_for(lambda: len(there.bodies) > 1, process)
     os.kill(process.pid, signal.SIGINT)
-    assert "interrupted. The same command resumes" in process.communicate(timeout=10)[0]
+    assert "interrupted" in process.communicate(timeout=10)[0]
 
 
 def test_an_evaluation_heeds_the_bound_and_writes_the_key_nowhere(
@@ -218,19 +229,18 @@ def test_an_evaluation_heeds_the_bound_and_writes_the_key_nowhere(
     assert len(there.bodies) == 1  # a small request
     assert evaluation.main(cfg) == 0
     [results] = read_run(tmp_path / "run").values()
-    assert results.complete() and there.most <= 3
+    assert results.complete()
+    assert there.most <= 3
     assert {(r["answer"], r["turns"], r["error"]) for r in results.records} == {("red", 1, "")}
     assert all(record["tokens"] > 0 for record in results.records)
-    written, told = [path for path in tmp_path.rglob("*") if path.is_file()], capsys.readouterr()
-    assert len(written) == 5 and not any(KEY in path.read_text() for path in written) and KEY not in told.out + told.err
+    written = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(written) == 5
+    assert KEY not in "".join([*written, *capsys.readouterr()])
     evaluation.main(cfg)
     assert len(there.bodies) == 10  # answered items are not asked again, and once all are answered, nothing is
-    # Another API would give other results.
-    rule = "belongs to a run with other settings.*api.url: .*, now 'http://127.0.0.1:9/v1'"
-    refused(theirs(there, "api.url=http://127.0.0.1:9/v1"), rule)
-    # Without its key, nothing starts.
-    monkeypatch.delenv(NAME)
-    with pytest.raises(config.ConfigError, match=f"key = '{NAME}': this environment variable is not set"):
+    refused(theirs(there, "api.url=http://127.0.0.1:9/v1"), "api.url: .*, now 'http://127.0.0.1:9/v1'")
+    monkeypatch.delenv(NAME)  # without its key, nothing starts
+    with pytest.raises(config.ConfigError, match=f"key = '{NAME}'"):
         evaluation.main(theirs(there, f"run={tmp_path}/another"))
     assert not (tmp_path / "another").exists()
 
@@ -238,7 +248,7 @@ def test_an_evaluation_heeds_the_bound_and_writes_the_key_nowhere(
 def test_a_wrong_key_model_or_account_is_found_before_the_first_item(endpoint, theirs, tmp_path, pauses, refused):
     reply = (401, {}, {"error": KEY})
     there = endpoint(reply, reply)
-    told = refused(theirs(there), "fails a first small request: .*401")
+    told = refused(theirs(there), "first small request: .*401")
     assert len(there.bodies) == 2
     assert KEY not in told
     assert not (tmp_path / "run").exists()
@@ -266,7 +276,7 @@ def test_the_judge_says_yes_or_no_and_its_failure_is_no_zero(endpoint):
     assert there.keys == {f"Bearer {KEY}"}
     assert [body["temperature"] for body in there.bodies] == [0, 0]  # the judge is greedy
     # Past bug: "yes or no?" counted as yes, because of its first word.
-    for problem in ("neither yes nor no, but 'Yes or no\\?'", "Refusal: .*content_filter"):
+    for problem in ("'Yes or no\\?'", "Refusal: .*content_filter"):
         with pytest.raises(JudgeError, match=problem):
             ask("q", "g", "z")
     assert ask("q", "g", "z") == 1

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from endpoint import Endpoint
-from evaluations import line, write_results
+from evaluations import line, write_eval_config, write_results
 from scripted import Scripted, crop, is_subagent, load_episodes, turns
 from scripts import REPO, start, wait_for
 
@@ -43,26 +43,8 @@ RED = f"It is red.\n</think>\n<answer>red</answer>{END_OF_TURN}"
 
 @pytest.fixture
 def write(toy_dir, tmp_path):
-    """write(key=value, ...) -> a config for the toy's 8 test items. Each is asked once; the whole reply is the answer."""
-
-    def make(folder=tmp_path, **changes) -> Path:
-        sampling = {"temperature": 0, "max_rounds": 1, "max_new_tokens": 24, "subagents": {"max_new_tokens": 8}}
-        tree = {
-            "run": str(folder / "run"),
-            "name": "toy",
-            "checkpoint": str(toy_dir / "model"),
-            "splits": {"toy": str(toy_dir)},
-            "frames": [4],
-            "prompting": {"protocol": "direct"},
-            "rollout": sampling | {"think_prefix": True},
-            "decoders": 1,
-        }
-        folder.mkdir(exist_ok=True)
-        path = folder / "c.yaml"
-        path.write_text(yaml.safe_dump(tree | changes))
-        return path
-
-    return make
+    """write(key=value, ...) -> a config of evaluations.write_eval_config."""
+    return lambda folder=tmp_path, **changes: write_eval_config(folder, toy_dir, **changes)
 
 
 def load(path: Path, *overrides: str) -> EvalConfig:
