@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import os
+import re
 import signal
 import time
 
@@ -62,7 +63,7 @@ def test_the_messages_are_what_the_prompt_spells_turn_by_turn(endpoint, ask, tmp
     asks = "<clip>00:00:20-00:00:20</clip>"
     there = endpoint(asks, "<clip></clip><answer>B</answer>")
     episode, answer = ask(there, "conan", str(words))
-    assert answer == "B" and not episode.error and there.keys == {f"Bearer {KEY}"}
+    assert (answer, episode.error, there.keys) == ("B", "", {f"Bearer {KEY}"})
     first, second = there.bodies
     assert (first["model"], first["temperature"], first["max_tokens"]) == ("m", 0.0, 2048)
     spelled = lambda message: "".join(part.get("text", "#") for part in message["content"])  # noqa: E731
@@ -102,28 +103,44 @@ def pauses(monkeypatch):
     return found
 
 
-def test_a_busy_api_is_asked_again_and_one_that_refuses_is_not(endpoint, ask, pauses):
-    there = endpoint((429, {}, {}), (500, {}, {}), (503, {}, {}), "So.")
-    assert ask(there, "direct")[1] == "So."
-    assert len(there.bodies) == 4
-    assert pauses == [0, 2, 4]  # ever longer
-    refuses, down = endpoint((401, {}, {"error": {"message": f"Incorrect key: {KEY}"}})), endpoint((503, {}, {}))
-    error = ask(refuses, "direct")[0].error
-    assert "status 401" in error and "Incorrect key: [the key]" in error and KEY not in error
-    assert "503" in ask(down, "direct")[0].error
-    assert (len(refuses.bodies), len(down.bodies)) == (1, 7)
+# What an API replies, again and again -> the answer, the error, and the number of requests.
+REPLIES = {
+    "busy": ([(429, {}, {}), (500, {}, {}), (503, {}, {}), "So."], "So.", "", 4),
+    "down": ([(503, {}, {})], None, "EngineError: .*503", 7),
+    "a wrong key": ([(401, {}, {"error": f"Incorrect: {KEY}"})], None, "status 401.*Incorrect: .the key.", 1),
+    # Past bugs: these ended the evaluation or, through the judge, a training.
+    "no body": ([(200, {}, b"")], None, "EngineError: ", 1),
+    "no text": ([(200, {}, b"\xff")], None, "EngineError: ", 1),
+    "a list": ([(200, {}, [])], None, "EngineError: ", 1),
+    "no choices": ([(200, {}, {"odd": 1})], None, "EngineError: ", 1),
+    "a choice that is none": ([(200, {}, {"choices": ["a"]})], None, "EngineError: ", 1),
+    "a number": ([says("stop", 5)], None, "EngineError: ", 1),
+    "deep brackets": ([(200, {}, b"[" * 9999 + b"]" * 9999)], None, "EngineError: ", 1),
+    # Past bugs: a refusal was an empty answer, or one that a filter cut off. It scored 0 and was never asked again.
+    "a refusal": ([says("stop", refusal="I can't help.")], None, "^Refusal: I can't help.$", 1),
+    "a filter": ([says("content_filter")], None, "^Refusal: no answer, finish_reason content_filter$", 1),
+    "cut off by a filter": ([says("content_filter", "The man")], None, "^Refusal: .* content_filter$", 1),
+    "a call": ([says("tool_calls", "I look.")], None, "^Refusal: .* tool_calls$", 1),
+    "nothing": ([says("stop")], None, "^Refusal: .* stop$", 1),
+    "white space": ([says("stop", " \n")], None, "^Refusal: .* stop$", 1),
+    # Thinking used up the tokens: no refusal.
+    "no room for an answer": ([says("length")], None, "", 1),
+    "half an answer": ([says("length", "The man")], "The man", "", 1),
+}
 
 
-ODD = (b"", b"\xff", [], {"odd": 1}, {"choices": ["a"]}, says("stop", 5)[2], b"[" * 9999 + b"]" * 9999)
-
-
-@pytest.mark.parametrize("body", ODD, ids=range(len(ODD)))
-def test_an_odd_reply_costs_one_episode_and_not_the_run(endpoint, ask, pauses, body):
-    """Past bugs: a 200 with an empty body, or with deep brackets, ended the evaluation or, through the judge, a training."""
-    odd = endpoint((200, {}, body))
-    assert ask(odd, "direct")[0].error.startswith(f"EngineError: {odd.url}: ")
-    with pytest.raises(JudgeError, match=f"EngineError: {odd.url}: "):
-        ApiJudge(Api(odd.url, "m", ""))("q", "g", "a")
+@pytest.mark.parametrize("case", REPLIES)
+def test_a_reply_is_an_answer_or_costs_one_episode_and_a_busy_api_is_asked_again(endpoint, ask, pauses, case):
+    replies, answer, error, requests = REPLIES[case]
+    there = endpoint(*replies)
+    episode, said = ask(there, "direct")
+    assert (said, len(there.bodies)) == (answer, requests)
+    assert pauses == [0, 2, 4, 8, 16, 32][: requests - 1]  # ever longer
+    assert re.search(error, episode.error) if error else episode.error == ""
+    assert KEY not in episode.error
+    if error:
+        with pytest.raises(JudgeError, match=error.strip("^$")):
+            ApiJudge(Api(there.url, "m", NAME))("q", "g", "a")
 
 
 def test_an_api_or_a_judge_that_is_silent_is_given_up(endpoint, pauses):
@@ -136,33 +153,6 @@ def test_an_api_or_a_judge_that_is_silent_is_given_up(endpoint, pauses):
         ApiJudge(Api(there.url, "m", "", timeout=0.5))("q", "g", "a")
     assert time.monotonic() - started < 6
     assert len(there.bodies) == 4  # each was asked twice
-
-
-NONE = (
-    ("content_filter", None),
-    ("content_filter", "The man takes"),
-    ("tool_calls", "I look."),
-    ("stop", None),
-    ("stop", " \n"),
-)
-
-
-@pytest.mark.parametrize("finish, content", NONE)
-def test_a_reply_without_an_answer_is_a_refusal_and_not_asked_again(endpoint, ask, finish, content):
-    """Past bugs: a refusal was an empty answer, or one that a filter cut off. It scored 0 and was never asked again."""
-    for reply, reason in (
-        (says(finish, content), f"no answer, finish_reason {finish}"),
-        (says(finish, content, refusal="I can't help with that."), "I can't help with that."),
-    ):
-        there = endpoint(reply)
-        episode, answer = ask(there, "direct")
-        assert (episode.error, answer, len(there.bodies)) == (f"Refusal: {reason}", None, 1)
-
-
-@pytest.mark.parametrize("content", [None, "", "The man"])
-def test_a_reply_whose_thoughts_used_up_its_tokens_is_no_refusal(endpoint, ask, content):
-    episode, _ = ask(endpoint(says("length", content)), "direct")
-    assert (episode.error, episode.main.finish) == ("", "length")
 
 
 def test_parameters_replace_what_a_request_says_and_null_drops_it(endpoint, ask):
