@@ -26,12 +26,6 @@ HERE = Path(__file__).parent
 READINGS = config.read_tree(HERE / "readings.yaml")
 FORMS = config.read_tree(HERE / "answer_forms.yaml")
 OPTIONS = tuple(FORMS["options"])
-# fmt: off
-PIECES = ["1", " ", "12.5", "1,000", ":", "-", "to ", "and ", "frames ", "start ", "end ", "A", "b) ", "(", "[", "not A ",
-          "answer is ", "option ", "\n", "\\boxed{", "<", "->", "分", "_", ".", "or ", "seconds ", "a->", "\ua4d4", "between ",
-          "is wrong", "because ", "、", "，", "wait ", "$", "? "]
-RUNS = ["1-2 ", "1exclud", "?,", "A. \n", "\n\n", "\\boxed{{a}", "1 and ", "start 1 ", "frames 1, ", "A. ", "answer: ", "x > ", "not A or ", "B because ", "A is ", "from 1 ", "A, ", "A、", "not 1-2 ", "B. A: no "]
-# fmt: on
 
 
 def span_of(reading):
@@ -120,27 +114,10 @@ def test_a_text_reads_alike_if_its_letter_is_exchanged_for_another(letter):
         assert found == (letter if read(question, turn) else None), turn
 
 
-def test_an_answer_in_prose_is_the_text_after_the_thought_without_calls_and_tags():
-    for turn, answer in (
-        ("<think>A or C?</think> <tool_call>1, 2</tool_call> B<|im_end|>", "B"),
-        ("A or C?</think>It is B.\nYes", "It is B.\nYes"),
-        ("<think>So.</think>A <answer>B</answer> C", "B"),  # the tags come first
-        ("So <answer>B", "So  B"),  # an open tag
-        ("I see <answer>A</answer></think> I cannot tell.", "I cannot tell."),
-        ("<think>Option A says that he", None),  # an open thought has only what it states
-        ("<think>A? The answer is C.<tool_call>", "C."),
-        ("<tool_call>1 - 2", None),
-    ):
-        assert final_answer([turn], "prose") == answer, turn
-
-
-def test_a_fallback_answer_is_the_text_without_calls_and_pieces_of_tags():
-    for said, answer in (
-        ("a < b <video>", "a < b <video>"),
-        ('<tool_call>\n{"name": "crop_video"}\n</tool_call>red</thinks', "red"),
-        ("Answer: red\nok", "red"),
-    ):
-        assert final_answer([f"<think>\nThe answer is A.\n</think>\n{said}<|im_end|>"], "fallback") == answer, said
+@pytest.mark.parametrize("untagged", FORMS["turns"])
+def test_a_turn_without_an_answer_in_tags_has_one_in_its_text(untagged):
+    for turn, answer in FORMS["turns"][untagged]:
+        assert final_answer([turn], untagged) == answer, turn
 
 
 def test_an_answer_is_a_letter_a_span_or_text():
@@ -173,7 +150,7 @@ def test_options_are_read_from_the_question():
             assert listed_options(question) == tuple(case["options"]), question
 
 
-@pytest.mark.parametrize("unit", PIECES + RUNS)
+@pytest.mark.parametrize("unit", FORMS["pieces"] + FORMS["runs"])
 def test_long_answers_are_read_in_linear_time(unit):
     """Past bugs: patterns that backtrack over every split of a repetition, or start again at each digit, take minutes."""
     text = unit * (20_000 // len(unit)) + "! 7"
@@ -182,7 +159,7 @@ def test_long_answers_are_read_in_linear_time(unit):
     assert time.process_time() - started < 2
 
 
-@given(st.lists(st.sampled_from(PIECES), max_size=40))
+@given(st.lists(st.sampled_from(FORMS["pieces"]), max_size=40))
 def test_no_answer_breaks_the_readers(pieces):
     text = "".join(pieces)
     assert parse_letter(text) in [None, *"ABCDEFGHIJ"]

@@ -182,64 +182,30 @@ def test_another_revision_is_refused_with_the_row(tmp_path, load):
 
 # ------------------------------------------------------------------------------------------------ answers
 
-SPAN = Item(Task("t", "When?", (), "tvg", "[12.0, 20.0]"))
 OPEN = Item(Task("t", "What?", (), "oe", "red car"))
-MCQ = Item(Task("t", "", (), "mcq", "D", ("red", "blue", "a green car", "Vitamin C")))
-DEFECT = Item(Task("t", "", (), "mcq", "?", ("one", "two")))
 
 
-@pytest.mark.parametrize(
-    "item, answer, prediction, score",
-    [
-        (MCQ, "D", "D", 1.0),
-        (MCQ, "A. blue", "A", 0.0),
-        (MCQ, "E", None, 0.0),
-        (MCQ, None, None, 0.0),
-        (SPAN, "12 to 20", "[12.0, 20.0]", 1.0),
-        (OPEN, " the red car ", "the red car", 1.0),
-        (OPEN, "The answer is red car.", "red car.", 1.0),
-        (OPEN, "It must be the red car.", "It must be the red car.", 0.0),
-        (OPEN, " ", None, 0.0),
-        (DEFECT, "A", "A", 0.0),
-        (DEFECT, "?", None, 0.0),
-        (DEFECT, "eleven", None, 0.0),
-    ],
-)
-def test_an_answer_is_read_and_graded(item, answer, prediction, score):
-    """test_answers.py has the forms of an answer. What cannot be read scores nothing."""
-    assert grade(item, answer, "exact") == {"prediction": prediction, "score": score, "judged": False}
+@pytest.mark.parametrize("question", ITEMS["grades"], ids=lambda question: question["gold"])
+def test_an_answer_is_read_and_graded(question):
+    item = Item(Task("t", "", (), question["kind"], question["gold"], tuple(question.get("options", ()))))
+    for answer, prediction, score in question["answers"]:
+        expected = {"prediction": prediction, "score": score, "judged": False}
+        assert grade(item, answer, "exact") == expected, answer
 
 
 def test_a_judge_grades_open_answers_only():
     judge = lambda question, gold, answer: float("crimson" in answer)  # noqa: E731
     assert grade(OPEN, "A crimson car.", "judge", judge) == {"prediction": "A crimson car.", "score": 1, "judged": True}
-    assert grade(MCQ, "D", "judge", judge)["judged"] is False
+    assert not grade(Item(Task("t", "", (), "mcq", "A")), "A", "judge", judge)["judged"]
     assert grade(OPEN, None, "judge", judge) == UNGRADED
 
 
-@pytest.mark.parametrize(
-    "split, records, expected",
-    [
-        ("videomme", [("mcq", 1.0, False), ("mcq", 0.0, False)] * 2, {"accuracy": 50}),
-        (
-            "charades",
-            [("tvg", s, False) for s in (1, 0.5, 0, 0)],
-            {"miou": 37.5, "r@0.3": 50, "r@0.5": 50, "r@0.7": 25},
-        ),
-        # Open questions count only if a judge graded them, and never in the headline figure.
-        ("mmvu", [("mcq", 1, False)] * 3 + [("mcq", 0, False), ("oe", 0, False), ("oe", 0, False)], {"mc_625": 75}),
-        (
-            "mmvu",
-            [("mcq", 1, False)] * 3 + [("mcq", 0, False), ("oe", 1, True), ("oe", 0, True)],
-            {"mc_625": 75, "all_1000": pytest.approx(400 / 6)},
-        ),
-    ],
-)
-def test_the_figures_of_a_split_by_hand(split, records, expected):
-    records = [{"kind": kind, "score": score, "judged": judged} for kind, score, judged in records]
-    found = figures(split, records)
-    assert found == expected
-    assert list(found) == list(expected)  # the headline figure first
+@pytest.mark.parametrize("case", ITEMS["figures"], ids=lambda case: " ".join([case["split"], *case["figures"]]))
+def test_the_figures_of_a_split_by_hand(case):
+    records = [{"kind": kind, "score": score, "judged": judged} for kind, score, judged in case["records"]]
+    found = figures(case["split"], records)
+    assert found == pytest.approx(case["figures"])
+    assert list(found) == list(case["figures"])  # the headline figure first
 
 
 def test_the_published_numbers_are_of_our_splits():

@@ -163,30 +163,24 @@ def test_the_agents_protocol_is_an_episode_of_training(ask, renderer):
     assert f"\n{TASK.question} Give its start and end in seconds." in model.read[0]  # it is also told how to answer
 
 
-@pytest.mark.parametrize("way", ["table", "own"])
-def test_a_row_is_told_what_is_so(renderer, golden, way):
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("published", "row=paravt_8b"),  # bare images, and the frames of a window
+        ("trained", "row=paravt_8b way=own"),  # stamps and reports
+        ("trained_without_stamps", 'row=paravt_8b way=own visual={"stamp":""}'),
+    ],
+)
+def test_an_agent_is_told_what_is_so(renderer, golden, name, words):
     """Past bug: rows that show bare images and return frames had a prompt about times and reports."""
-    cfg = rows.load(EvalConfig, ROWS_FILE, ["row=paravt_8b", f"way={way}"])
-    own = cfg.visual is None  # as trained: stamps and reports
-    reports = ["a cat" + END] * 2 if own else []
+    cfg = rows.load(EvalConfig, ROWS_FILE, words.split())
     reader = Renderer(renderer.tokenizer, cfg.visual or VisualContract())
+    reports = ["a cat" + END] * 2 if cfg.rollout.tool_return == "subagent" else []
     model = Model(reader, "look</think>" + crop(0, 9) + crop(20, 30.04) + END, *reports, "so</think>" + ANSWER)
     context = AgentContext(model, reader, MemoryVideos(), cfg.rollout)
     episode, answer = run_protocol(context, Item(TASK), 8, 7, cfg.prompting)
-    assert answer == "B"
-    assert not episode.error
-    golden(f"paravt_8b_{way}.txt", "\n\n".join([*sorted(model.read[1:-1]), model.read[-1]]))
-
-
-def test_without_stamps_nobody_is_told_of_times_in_training_either(renderer):
-    blind = Renderer(renderer.tokenizer, replace(CONTRACT, stamp=""))
-    model = Model(blind, "look</think>" + crop() + END, "a cat" + END, ANSWER)
-    context = AgentContext(model, blind, MemoryVideos(), RolloutConfig(temperature=0.0))
-    run_episode(context, TASK, 4, render_prompt(TASK, 4, context), 7)
-    for asked in model.read[:2]:  # of the main agent and of its sub-agent
-        system = asked.partition("#")[0]
-        assert "frames of" in system
-        assert "time." not in system and "when" not in system
+    assert (answer, episode.error) == ("B", "")
+    golden(f"prompts_{name}.txt", "\n\n".join([*sorted(model.read[1:-1]), model.read[-1]]))
 
 
 # ---- several turns
