@@ -15,49 +15,59 @@ from scripts import REPO
 from evals import tables
 from evals.results import Results
 from evals.tables import interval, per_item, rates
-from runtime.config import UserError
+from runtime import config
+
+RESULTS = config.read_tree(Path(__file__).parent / "results.yaml")
+
+
+def write_runs(folder: Path, name: str) -> list[Path]:
+    """Write the result files of this name in results.yaml. Return the folders of their runs."""
+    runs = []
+    for file in RESULTS[name]:
+        rows = lines(file["scores"], **file.get("all", {}))
+        for i, fields in file.get("lines", {}).items():
+            rows[i] |= fields
+        more = {key: file[key] for key in ("name", "arm", "k", "total") if key in file}
+        runs.append(write_results(folder / file["run"], file["split"], rows, **more).parent)
+    return list(dict.fromkeys(runs))
+
+
+def test_the_tables_of_results(tmp_path, golden, capsys):
+    """Past bugs: no average, because Charades has its own K; an empty column `average`; published scores beside 20 of 2700
+    items; no gain for a model that is asked with its own K; a gain over one video with [nan, nan]."""
+    tables.main(["table", *map(str, write_runs(tmp_path, "table")), "--baseline", "Qwen3-VL-8B", "--by", "duration"])
+    golden("eval_table.txt", capsys.readouterr().out)
 
 
 @pytest.fixture
-def runs(tmp_path) -> list[Path]:
-    """Runs of three models. Two of them have a row of the paper."""
-    mine, more, base, conan = folders = [tmp_path / name for name in ("mine", "more", "base", "conan")]
-
-    # All splits at the paper's K, in two runs of one name, so the row has an average.
-    ours = [line(str(i), i < 6, f=1.0, well_formed=1.0, duration="short" if i < 4 else "long") for i in range(10)]
-    ours[0] |= {"calls": [{"error": ""}, {"error": "timeout"}], "turns": 2, "tokens": 30, "subagent_tokens": 9}
-    ours[9] |= {"prediction": None, "truncated": True, "f": 0.5, "well_formed": 0.0}
-    write_results(mine, "videomme", ours, name="ParaVT-8B (mine)")
-    for split, scores in (("videomme_wsub", "1110"), ("longvideobench", "10"), ("lvbench", "100"), ("mlvu", "110")):
-        write_results(mine, split, lines(scores), name="ParaVT-8B (mine)")
-    opened = [line("4", 1, kind="oe", judged=True), line("5", 0, kind="oe", judged=True)]
-    write_results(mine, "mmvu", [*lines("1110"), *opened], name="ParaVT-8B (mine)")
-    write_results(more, "charades", [line("0", 0.6), line("1", 0.2)], name="ParaVT-8B (mine)", k=32)
-
-    # Charades also at the K of the other splits, and an unfinished arm. An error counts as wrong.
-    write_results(mine, "charades", lines("1"), name="ParaVT-8B (mine)")
-    failed = line("3", 0, prediction=None, error="EngineError: gone")
-    write_results(more, "videomme", [*lines("110"), failed], name="ParaVT-8B (mine)", arm="none", total=2700)
-
-    # The baseline answers mostly in prose, has finished one split, and was also asked with K = 128.
-    prose = [line(str(i), i < 5, tagged=i < 1) for i in range(10)]
-    write_results(base, "videomme", prose, name="Qwen3-VL-8B")
-    write_results(base, "mlvu", lines("1"), name="Qwen3-VL-8B", total=2175)
-    write_results(base, "mmvu", [*lines("1010"), line("4", 0, kind="oe")], name="Qwen3-VL-8B")
-    write_results(base, "videomme", lines("0000000000"), name="Qwen3-VL-8B", k=128)
-
-    # A model of others has no format, and no published scores under this name. Its gain at K = 128 is over the baseline at
-    # K = 128, that at K = 16 over the baseline's first row.
-    for k in (16, 128):
-        write_results(conan, "videomme", lines("1111111000"), name="Conan", arm="conan", k=k)
-    return folders
+def toy(tmp_path) -> tuple[str, str]:
+    """The toy's trainings and evaluations, and where they are."""
+    write_runs(tmp_path, "ablation")
+    for name, steps in RESULTS["metrics"].items():
+        (tmp_path / name).mkdir()
+        text = "".join(json.dumps(step) + "\n" for step in steps)
+        (tmp_path / name / "metrics.jsonl").write_text(text + '{"f": 0.')  # a running training's last line
+    return f"{tmp_path}/NAME", f"{tmp_path}/eval/NAME"
 
 
-def test_the_tables_of_results(runs, golden, capsys):
-    """Past bugs: no average, because Charades has its own K; an empty column `average`; published scores beside 20 of 2700
-    items; no gain for a model that is asked with its own K; a gain over one video with [nan, nan]."""
-    tables.main(["table", *map(str, runs), "--baseline", "Qwen3-VL-8B", "--by", "duration"])
-    golden("eval_table.txt", capsys.readouterr().out)
+def test_the_toys_ablation_prints_beside_the_papers(toy, golden, capsys):
+    """What is missing is empty, and the paper's f stands in the column of its scale."""
+    tables.main(["ablation", *toy])
+    golden("eval_ablation.txt", capsys.readouterr().out)
+
+
+def test_a_start_has_the_first_step_of_plain_grpo_and_a_training_the_mean_of_its_steps(toy):
+    start = tables.ablation_cells({"run": "grpo", "steps": 1, "eval": "sft"}, *toy)
+    assert start == {"steps": "1", "f": "0.40", "f_release": "0.20", "kappa": "2.00", "toy, K=4": "50.0"}
+    mean = tables.ablation_cells({"run": "grpo"}, *toy)
+    assert mean == {"steps": "3", "f": "0.20", "f_release": "0.10", "kappa": "1.00"}
+    assert tables.ablation_cells({"eval": "paragrpo", "arm": "sequential"}, *toy) == {"toy, K=4": "50.0"}
+
+
+@pytest.mark.parametrize("place, named", [("nowhere/NAME", "nowhere/NAME"), ("runs/toy", "runs/toy: write NAME")])
+def test_a_place_without_runs_is_refused(place, named):
+    with pytest.raises(SystemExit, match=f"error: .*{named}"):
+        tables.main(["ablation", place, "runs/eval/NAME"])
 
 
 # ------------------------------------------------------------------------------------------------ numbers
@@ -123,8 +133,8 @@ def test_costs_and_rates_are_means_over_all_items():
 # ------------------------------------------------------------------------------------------------ refusals
 
 
-def test_results_that_make_no_table_are_refused(tmp_path, runs):
-    *_, base, conan = runs
+def test_results_that_make_no_table_are_refused(tmp_path):
+    *_, base, conan = write_runs(tmp_path, "table")
     again, old = tmp_path / "again", tmp_path / "old"
     write_results(again, "videomme", lines("1"), name="Conan", arm="conan", k=16)
     write_results(old, "lvbench", [{"name": "toy", "split": "toy", "weights": "abc", "total": 8}, *lines("1")])
@@ -136,7 +146,7 @@ def test_results_that_make_no_table_are_refused(tmp_path, runs):
         # Past bug: the column of gains was empty without a message.
         ([base], {"baseline": "Qwen3-VL-8"}, "--baseline 'Qwen3-VL-8': .*Qwen3-VL-8B"),
     ):
-        with pytest.raises(UserError, match=named):
+        with pytest.raises(config.UserError, match=named):
             tables.all_tables(given, **options)
 
 
