@@ -87,17 +87,13 @@ def outcomes(path: Path) -> dict[str, tuple]:
     return {r["id"]: tuple(r[name] for name in names) for r in read_results(path).records}
 
 
-@pytest.fixture(scope="module")
-def golds(toy_dir) -> Counter:
-    return Counter(item.task.answer for item in load_split("toy", str(toy_dir)))
-
-
 # ------------------------------------------------------------------------------------------------ a run
 
 
 def test_an_item_leaves_a_line_with_what_was_said_and_seen(
-    write, model, golds, tokenizer, tmp_path, monkeypatch, capsys, golden
+    write, model, toy_dir, tokenizer, tmp_path, monkeypatch, capsys, golden
 ):
+    golds = Counter(item.task.answer for item in load_split("toy", str(toy_dir)))
     (often, many), *others = golds.most_common()
     other, few = others[-1]
     seen = f"A clip shows it.\n</think>\n<answer>{often}</answer>{END_OF_TURN}"
@@ -255,15 +251,16 @@ def test_items_of_torn_lines_and_errors_are_asked_again_and_leave_one_line(write
 
     model(broken)
     run(path, "limit=5", "rollout.concurrency=1")  # in sequence, so that the torn line is the fifth item's
-    file.write_bytes(file.read_bytes()[:-30])
-    assert len(outcomes(file)) == 4
+    gone = json.dumps(line("gone", 1)) + "\n"  # an item that the split no longer has
+    file.write_bytes(gone.encode() + file.read_bytes()[:-30])
+    assert len(outcomes(file)) == 5
     assert outcomes(file)[items[0]] == (None, None, 0.0, False, 0, 0, "EngineError: gone")
     engines = model(turns(LOOK, RED))
     run(path)
     run(path, "rollout.concurrency=2", "decoders=2", "rollout.urls=[http://127.0.0.1:9]")  # a place is not a setting
     assert len(engines) == 1  # no engine was opened
     assert asked(engines) == 3 * 5  # two turns and a report of all but three items
-    assert len(outcomes(file)) == 8
+    assert sorted(record["id"] for record in read_results(file).records) == sorted(items)
 
 
 def test_a_run_records_no_gpus_and_resumes_on_a_machine_with_others(write, model, tmp_path):
@@ -352,17 +349,14 @@ def test_a_judge_that_fails_is_an_error_and_no_verdict(write, model, tmp_path):
     assert {r[1:4] for r in outcomes(results_file(tmp_path)).values()} == {("reddish", 1.0, True)}
 
 
-@pytest.mark.parametrize("mode, prediction", [("off", None), ("prose", "{}.")])
-def test_answers_without_a_tag_count_only_where_the_config_says_so(write, model, golds, tmp_path, mode, prediction):
-    color, count = golds.most_common(1)[0]
-    model(f"I see it.\n</think>\nThe answer is {color}.")
+@pytest.mark.parametrize("mode, prediction", [("off", None), ("prose", "red.")])
+def test_answers_without_a_tag_count_only_where_the_config_says_so(write, model, tmp_path, mode, prediction):
+    model("I see it.\n</think>\nThe answer is red.")
     grading = {"open_answer": "exact", "untagged_answer": mode}
     run(write(prompting={"protocol": "agent"}, arms=["none"], grading=grading))
-    results = read_results(results_file(tmp_path, "none"))
-    assert {r["prediction"] for r in results.records} == {prediction and prediction.format(color)}
-    assert results.figures()["accuracy"] == (100 * count / 8 if prediction else 0)
-    assert rates(results.records)["unparsed_rate"] == (0 if prediction else 100)
-    assert not any(record["tagged"] for record in results.records)
+    records = read_results(results_file(tmp_path, "none")).records
+    assert {(record["prediction"], record["tagged"]) for record in records} == {(prediction, False)}
+    assert rates(records)["unparsed_rate"] == (0 if prediction else 100)
 
 
 # ------------------------------------------------------------------------------------------------ configs
@@ -376,15 +370,11 @@ def test_a_model_opens_its_turns_as_it_was_trained_to_unless_the_config_says_oth
     assert as_trained(replace(asked, think_prefix=False), tmp_path).think_prefix is False
 
 
-def test_a_dry_run_refuses_what_the_run_would(toy_dir, capsys, refused):
-    usual = [f"checkpoint={toy_dir}/model", f"splits={{toy: {toy_dir}}}", "rollout.server_gpus=[]"]
-    evaluation.main(load(CONFIGS / "rows.yaml", *OURS, *usual), dry=True)
-    assert "toy: 8 items, 16 episodes" in capsys.readouterr().out  # with tools and without
-    for override, named in (
-        ("visual={frame_pixels: 4096}", "4096, the checkpoint 1024"),
-        ("rollout.urls=[localhost:9]", "localhost:9"),
-    ):
-        refused(load(CONFIGS / "rows.yaml", *OURS, *usual, override), named)
+def test_a_dry_run_counts_the_episodes_and_refuses_other_frames_than_the_checkpoints(toy_dir, capsys, refused):
+    usual = [*OURS, f"checkpoint={toy_dir}/model", f"splits={{toy: {toy_dir}}}", "rollout.server_gpus=[]"]
+    evaluation.main(load(CONFIGS / "rows.yaml", *usual), dry=True)
+    assert "8 items, 16 episodes" in capsys.readouterr().out  # with tools and without
+    refused(load(CONFIGS / "rows.yaml", *usual, "visual={frame_pixels: 4096}"), "4096, the checkpoint 1024")
 
 
 def test_all_missing_splits_are_one_fault_and_a_dry_run_downloads_nothing(write, refused, capsys):
