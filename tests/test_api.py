@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from runtime.engine import Api, EngineError
 from runtime.render import END_OF_TURN
 
 KEY, NAME = "sk-of-a-test", "KEY_OF_A_TEST"
+REPLIES = config.read_tree(Path(__file__).parent / "replies.yaml")
 TASK = Task("t1", f"Who?{END_OF_TURN}\nA. he\nB. she", ("/data/v.mp4",), "mcq", "B", ("he", "she"))
 
 
@@ -103,43 +105,28 @@ def pauses(monkeypatch):
     return found
 
 
-# What an API replies, again and again -> the answer, the error, and the number of requests.
-REPLIES = {
-    "busy": ([(429, {}, {}), (500, {}, {}), (503, {}, {}), "So."], "So.", "", 4),
-    "down": ([(503, {}, {})], None, "EngineError: .*503", 7),
-    "a wrong key": ([(401, {}, {"error": f"Incorrect: {KEY}"})], None, "status 401.*Incorrect: .the key.", 1),
-    # Past bugs: these ended the evaluation or, through the judge, a training.
-    "no body": ([(200, {}, b"")], None, "EngineError: ", 1),
-    "no text": ([(200, {}, b"\xff")], None, "EngineError: ", 1),
-    "a list": ([(200, {}, [])], None, "EngineError: ", 1),
-    "no choices": ([(200, {}, {"odd": 1})], None, "EngineError: ", 1),
-    "a choice that is none": ([(200, {}, {"choices": ["a"]})], None, "EngineError: ", 1),
-    "a number": ([says("stop", 5)], None, "EngineError: ", 1),
-    "deep brackets": ([(200, {}, b"[" * 9999 + b"]" * 9999)], None, "EngineError: ", 1),
-    # Past bugs: a refusal was an empty answer, or one that a filter cut off. It scored 0 and was never asked again.
-    "a refusal": ([says("stop", refusal="I can't help.")], None, "^Refusal: I can't help.$", 1),
-    "a filter": ([says("content_filter")], None, "^Refusal: no answer, finish_reason content_filter$", 1),
-    "cut off by a filter": ([says("content_filter", "The man")], None, "^Refusal: .* content_filter$", 1),
-    "a call": ([says("tool_calls", "I look.")], None, "^Refusal: .* tool_calls$", 1),
-    "nothing": ([says("stop")], None, "^Refusal: .* stop$", 1),
-    "white space": ([says("stop", " \n")], None, "^Refusal: .* stop$", 1),
-    # Thinking used up the tokens: no refusal.
-    "no room for an answer": ([says("length")], None, "", 1),
-    "half an answer": ([says("length", "The man")], "The man", "", 1),
-}
+def as_sent(reply: int | str | dict) -> str | tuple:
+    """Return a reply of replies.yaml as an Endpoint sends it."""
+    if isinstance(reply, int):
+        return reply, {}, {"error": f"Incorrect: {KEY}"}
+    if isinstance(reply, str):
+        return reply
+    if "body" in reply:
+        return 200, {}, reply["body"].replace("DEEP", "[" * 9999 + "]" * 9999).encode("latin-1")
+    return says(**reply)
 
 
 @pytest.mark.parametrize("case", REPLIES)
 def test_a_reply_is_an_answer_or_costs_one_episode_and_a_busy_api_is_asked_again(endpoint, ask, pauses, case):
-    replies, answer, error, requests = REPLIES[case]
-    there = endpoint(*replies)
-    episode, said = ask(there, "direct")
-    assert (said, len(there.bodies)) == (answer, requests)
-    assert pauses == [0, 2, 4, 8, 16, 32][: requests - 1]  # ever longer
-    assert re.search(error, episode.error) if error else episode.error == ""
+    expected = {"answer": None, "error": "", "requests": 1} | REPLIES[case]
+    there = endpoint(*map(as_sent, expected["replies"]))
+    episode, answer = ask(there, "direct")
+    assert (answer, len(there.bodies)) == (expected["answer"], expected["requests"])
+    assert pauses == [0, 2, 4, 8, 16, 32][: expected["requests"] - 1]  # ever longer
+    assert re.match(expected["error"] or "$", episode.error)
     assert KEY not in episode.error
-    if error:
-        with pytest.raises(JudgeError, match=error.strip("^$")):
+    if expected["error"]:
+        with pytest.raises(JudgeError, match=expected["error"]):
             ApiJudge(Api(there.url, "m", NAME))("q", "g", "a")
 
 
