@@ -135,13 +135,16 @@ def test_costs_and_rates_are_means_over_all_items():
 
 def test_results_that_make_no_table_are_refused(tmp_path):
     *_, base, conan = write_runs(tmp_path, "table")
-    again, old = tmp_path / "again", tmp_path / "old"
+    again, old, damaged = tmp_path / "again", tmp_path / "old", tmp_path / "damaged"
     write_results(again, "videomme", lines("1"), name="Conan", arm="conan", k=16)
     write_results(old, "lvbench", [{"name": "toy", "split": "toy", "weights": "abc", "total": 8}, *lines("1")])
+    file = write_results(damaged, "lvbench", lines("10"))
+    file.write_text(file.read_text().replace("\n", '\n{"id": "0", "sc\n', 1))
     for given, options, named in (
         ([conan, again], {}, "conan/videomme-K16-conan.jsonl and .*again/videomme-K16-conan.jsonl"),  # the same cell
         ([tmp_path / "none"], {}, "no results in .*/none"),
         ([old], {}, "lvbench-K64-parallel.jsonl: line 1 "),  # of an older version
+        ([damaged], {}, "lvbench-K64-parallel.jsonl: line 2 "),
         ([base], {"by": "topic"}, "--by topic"),
         # Past bug: the column of gains was empty without a message.
         ([base], {"baseline": "Qwen3-VL-8"}, "--baseline 'Qwen3-VL-8': .*Qwen3-VL-8B"),
