@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from scripts import REPO, line
+from evaluations import line
+from scripts import REPO
 
 from eval import EvalConfig
 from rl import RLConfig

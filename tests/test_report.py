@@ -15,10 +15,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from evaluations import line, write_results
 from PIL import Image
 from scripted import MemoryVideos, crop, load_episodes, turns
 from scripted import play as roll_out
-from scripts import line, write_results
 from tiny import CONTRACT
 
 from episode import Group, Task, episode_record, keep_episodes
