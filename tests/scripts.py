@@ -7,7 +7,6 @@ import atexit
 import json
 import multiprocessing
 import os
-import random
 import re
 import runpy
 import signal
@@ -128,25 +127,11 @@ def start(script: str, cfg: Path, *overrides: str, ranks: int = 1, anew: bool = 
     return subprocess.Popen([*launcher, *command], cwd=REPO, env=os.environ | ONE_THREAD, **pipes, **popen)
 
 
-def finish(process, code: int = 0) -> str:
+def finish(process, code: int = 0, seconds: float = 300) -> str:
     """Wait for a process of `start` to exit with this status. Return its output."""
-    told, _ = process.communicate(timeout=300)
+    told, _ = process.communicate(timeout=seconds)
     assert process.returncode == code, told
     return told
-
-
-def kill_at_random(launch: Callable, progress: Callable, rng: random.Random, times: int, pause: float) -> int:
-    """Start a run repeatedly, and kill it at a random moment after it makes progress. Return the number of kills."""
-    for kills in range(times):
-        before, process = progress(), launch(start_new_session=True)
-        while process.poll() is None and progress() <= before:
-            time.sleep(0.005)
-        time.sleep(pause * rng.random())
-        if process.poll() is not None:  # done before it could be killed
-            return kills
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return times
 
 
 def alive(pid: int) -> bool:
@@ -169,7 +154,7 @@ def wait_for(condition: Callable, process=None, seconds: float = 60) -> None:
     while not condition():
         assert process is None or process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.02)
+        time.sleep(0.002)
 
 
 def fake_server(renderer, port: int, fault: str = "") -> list[str]:
@@ -212,25 +197,10 @@ def metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def same_weights(one: Path, other: Path) -> bool:
-    """Return whether the results of two runs are equal bit for bit."""
-    from safetensors.torch import load_file
-
-    a, b = (load_file(folder / "model" / "model.safetensors") for folder in (one, other))
-    return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
-
-
-def same_metrics(one: list[dict], other: list[dict]) -> bool:
-    """Compare everything except times, memory and val_loss (an interrupted run may have no held-out rows)."""
-
-    def figures(lines):
-        kept = []
-        for line in lines:
-            free = ("val_loss", "peak_memory_gib", "time")
-            kept.append({k: v for k, v in line.items() if "second" not in k and not k.startswith(free)})
-        return kept
-
-    return figures(one) == figures(other)
+def figures(lines: list[dict]) -> list[dict]:
+    """Return metrics without times, memory, servers in use and val_loss (an interrupted run may have no held-out rows)."""
+    free = ("val_loss", "peak_memory_gib", "time", "servers")
+    return [{k: v for k, v in line.items() if "second" not in k and not k.startswith(free)} for line in lines]
 
 
 # ------------------------------------------------------------------------------------------------ results of evaluations
