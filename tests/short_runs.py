@@ -12,6 +12,7 @@ from rewards import assign_rewards
 from rl import RLConfig
 from runtime import config, open_engine
 from runtime.script import run_script
+from runtime.servers import SGLang
 
 
 def train(path: Path, toy_dir: Path, **changes) -> list[dict]:
@@ -57,6 +58,7 @@ def use_stand_ins() -> None:
     rl.GAP_LIMIT = math.inf  # their log-probs are not a model's
     rl.IMAGE_BYTES = 0  # a test's disk can be small
     rl.require_servers = lambda *_: None
+    SGLang.request_timeout = 10.0
     open_engine.server_command = lambda checkpoint, renderer, port, extra=(): fake_server(renderer, port)
 
 

@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -32,39 +32,22 @@ from runtime import config
 from runtime.checkpoints import saved_step
 from runtime.lines import read_lines
 from runtime.script import run_script
-from runtime.servers import SGLang
 from runtime.weights import run_memory
 
 # ------------------------------------------------------------------------------------------------ the commands
 
 RL = {"steps": 3, "save_every": 1, "export_every": 1, "grpo": {"kl_coef": 0.1}}
 RL["rollout"] = {"max_rounds": 1, "max_new_tokens": 24, "temperature": 1.0, "subagents": {"max_new_tokens": 8}}
+BESIDE_SERVERS = RL | {"rollout": RL["rollout"] | {"server_gpus": [0, 1]}}
 
 
-def beside(servers: int) -> dict:
-    return RL | {"rollout": RL["rollout"] | {"server_gpus": list(range(servers))}}
-
-
-def eval_config(path: Path, toy_dir: Path, servers: int = 0) -> Path:
+def eval_config(path: Path, toy_dir: Path, **rollout) -> Path:
     """Write the config of an evaluation of 8 items, one at a time. Its replies are random, so that records differ."""
-    rollout = {"temperature": 1.0, "max_new_tokens": 120, "concurrency": 1, "server_gpus": list(range(servers))}
+    rollout = {"temperature": 1.0, "max_new_tokens": 120, "concurrency": 1, "server_gpus": [], **rollout}
     tree = {"run": str(path.with_suffix("")), "name": "toy", "checkpoint": str(toy_dir / "model"), "frames": [4]}
-    tree |= {"splits": {"toy": str(toy_dir)}, "prompting": {"protocol": "direct"}, "rollout": rollout, "decoders": 1}
-    path.write_text(yaml.safe_dump(tree))
+    tree |= {"splits": {"toy": str(toy_dir)}, "prompting": {"protocol": "direct"}, "save_episodes": True}
+    path.write_text(yaml.safe_dump(tree | {"rollout": rollout, "decoders": 1}))
     return path
-
-
-@dataclass
-class Job:
-    """A command: how its config is written, and how it starts."""
-
-    write: Callable[[Path, Path], Path]
-    start: Callable[[Path], Forked]
-
-
-def train_with_short_time_outs(cfg: Path) -> None:
-    SGLang.request_timeout = 2.0
-    train_by_chance(cfg)
 
 
 def evaluate_beside_a_server(cfg: Path) -> None:
@@ -73,25 +56,46 @@ def evaluate_beside_a_server(cfg: Path) -> None:
     run_script(evaluation.main, config.load(evaluation.EvalConfig, cfg))
 
 
+def train_with_a_bug(cfg: Path) -> None:
+    rl.keep_episodes = lambda *_: 1 / 0
+    train_by_chance(cfg)
+
+
+def train_with_a_tool_that_hangs(cfg: Path) -> None:
+    """Run rl.py with a model that calls a tool in every turn. The tool never returns."""
+    rollout.parse_calls = lambda text, turn: [Call(turn, "crop_video", {})]
+    rollout.run_tool = lambda *_: time.sleep(1e6)
+    train_by_chance(cfg)
+
+
 def fork(work: Callable[[Path], None], ranks: int = 1) -> Callable[[Path], Forked]:
     return lambda cfg: Forked(partial(work, cfg), ranks=ranks)
 
 
 def torchrun(cfg: Path) -> subprocess.Popen:
     """Start a real torchrun, which restarts its ranks once."""
-    os.environ["PYTHONPATH"] = f"{REPO}:{REPO}/tests"
     return start(str(REPO / "tests" / "short_runs.py"), cfg, ranks=2, anew=True, restarts=1)
 
 
-RL_ALONE = Job(partial(rl_config, **RL), fork(train_by_chance))
-RL_RANKS = Job(partial(rl_config, **RL), fork(train_by_chance, ranks=2))
-RL_SERVER = Job(partial(rl_config, **beside(1)), fork(train_by_chance))
-RL_SERVERS = Job(partial(rl_config, **beside(2)), fork(train_by_chance))
-RL_SERVERS_RANKS = Job(partial(rl_config, **beside(2)), fork(train_with_short_time_outs, ranks=2))
-SFT = Job(partial(sft_config, steps=6, save_every=1), partial(start, "sft.py"))
-SFT_RANKS = Job(partial(sft_config, steps=6, save_every=1), partial(start, "sft.py", ranks=2))
-EVAL = Job(eval_config, partial(start, "eval.py"))
-EVAL_SERVER = Job(partial(eval_config, servers=1), fork(evaluate_beside_a_server))
+def sft_with_a_broken_state(cfg: Path) -> Forked:
+    process, state = start("sft.py", cfg), cfg.with_suffix("") / "state"
+    wait_for((state / "step-00000002").exists, process)
+    process.kill()
+    process.join()
+    newest = max(state.glob("step-????????")) / "__0_0.distcp"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    return start("sft.py", cfg)
+
+
+JOBS = {  # a command: how its config is written, and how it starts
+    "rl": (partial(rl_config, **RL), fork(train_by_chance)),
+    "rl on two ranks": (partial(rl_config, **RL), fork(train_by_chance, ranks=2)),
+    "rl beside two servers": (partial(rl_config, **BESIDE_SERVERS), fork(train_by_chance)),
+    "sft": (partial(sft_config, steps=6, save_every=1), partial(start, "sft.py")),
+    "sft on two ranks": (partial(sft_config, steps=6, save_every=1), partial(start, "sft.py", ranks=2)),
+    "eval": (eval_config, partial(start, "eval.py")),
+    "eval beside a server": (partial(eval_config, server_gpus=[0]), fork(evaluate_beside_a_server)),
+}
 
 
 def results(run: Path) -> dict:
@@ -107,15 +111,15 @@ def results(run: Path) -> dict:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(toy_dir, tmp_path_factory) -> Callable[[Job], Path]:
+def undisturbed(toy_dir, tmp_path_factory) -> Callable[[str], Path]:
     """undisturbed(job) -> the folder of its run, which is made once."""
-    runs = {}
 
-    def run(job: Job) -> Path:
-        if id(job) not in runs:
-            runs[id(job)] = tmp_path_factory.mktemp("undisturbed") / "run"
-            finish(job.start(job.write(runs[id(job)].with_suffix(".yaml"), toy_dir)))
-        return runs[id(job)]
+    @cache
+    def run(job: str) -> Path:
+        write, begin = JOBS[job]
+        cfg = write(tmp_path_factory.mktemp("undisturbed") / "run.yaml", toy_dir)
+        finish(begin(cfg))
+        return cfg.with_suffix("")
 
     return run
 
@@ -124,7 +128,7 @@ def undisturbed(toy_dir, tmp_path_factory) -> Callable[[Job], Path]:
 
 
 def test_a_run_writes_its_metrics_and_episodes_and_moves_the_weights_that_are_not_frozen(undisturbed, toy_dir):
-    run = undisturbed(RL_ALONE)
+    run = undisturbed("rl")
     lines = metrics(run)
     assert [(line["step"], line["staleness"]) for line in lines] == [(0, 0), (1, 0), (2, 0)]
     assert all(line["grad_norm"] > 0 for line in lines)
@@ -140,7 +144,7 @@ def test_a_run_writes_its_metrics_and_episodes_and_moves_the_weights_that_are_no
 
 def test_a_model_of_every_so_many_steps_is_what_a_run_of_these_steps_leaves(undisturbed):
     """A model is written before the state of its step: after a kill between the two, the resumed run writes it again."""
-    run = undisturbed(RL_ALONE)
+    run = undisturbed("rl")
     first, second, last = sorted((run / "models").iterdir())
     assert [first.name, second.name, last.name] == ["step-000001", "step-000002", "step-000003"]
     written = {path.name: path.read_bytes() for path in last.iterdir()}
@@ -164,70 +168,29 @@ def test_two_processes_have_the_metrics_of_one(toy_dir, tmp_path):
             assert two[name] == pytest.approx(one[name], abs=1e-4, rel=1e-4), name
 
 
-# ------------------------------------------------------------------------------------------------ moments
-
-
-def steps_done(run: Path) -> int:
-    """Return how many steps or items a run has finished."""
-    files = [*run.glob("metrics.jsonl"), *run.glob("*-K*.jsonl")]
-    return sum(file.read_bytes().count(b"\n") for file in files)
-
-
-def at_once(run: Path) -> bool:
-    return True
-
-
-def after_a_step(run: Path) -> bool:
-    return steps_done(run) >= 1
-
-
-def amid_a_save(run: Path) -> bool:
-    return any((run / "state").glob("step-*.tmp")) and any((run / "state").glob("step-????????"))
-
-
-def amid_the_export(run: Path) -> bool:
-    return (run / "model.tmp").exists()
-
-
-def before_a_push(run: Path) -> bool:
-    """The weights are being written that the servers will load."""
-    return run.exists() and run_memory(run).exists() and (run_memory(run) / "weights-2").exists()
-
-
-def as_it_samples(run: Path) -> bool:
-    return run.exists() and run_memory(run).exists()
-
-
 # ------------------------------------------------------------------------------------------------ disturbances
 # disturb(process, run) -> a function that repairs the damage before the same command is run again, or None
 
 
-def send(number: int) -> Callable:
-    return lambda process, run: os.kill(process.pid, number)
+def nothing(process, run: Path) -> None:
+    pass
+
+
+def kill(process, run: Path) -> None:
+    os.kill(process.pid, signal.SIGKILL)
 
 
 def kill_rank(number: int) -> Callable:
-    def disturb(process, run: Path) -> None:
+    def kill_one(process, run: Path) -> None:
         first = int((run / ".lock").read_text().split()[1])
-        [other] = set(children(process.pid)) - {first}
+        [other] = {*children(process.pid)} - {first}
         os.kill([first, other][number], signal.SIGKILL)
 
-    return disturb
+    return kill_one
 
 
-def servers_of(process) -> list[int]:
-    """Return a run's servers, in the order of their GPUs."""
-    helpers = [child for pid in (process.pid, *children(process.pid)) for child in children(pid)]
-    return sorted(pid for pid in {*helpers} if "fake_sglang" in Path(f"/proc/{pid}/cmdline").read_text())
-
-
-def to_server(number: int, *which: int) -> Callable:
-    def disturb(process, run: Path) -> None:
-        servers = servers_of(process)
-        for i in which:
-            os.kill(servers[i], number)
-
-    return disturb
+def terminate(process, run: Path) -> None:
+    os.kill(process.pid, signal.SIGTERM)
 
 
 def press_ctrl_c(process, run: Path) -> None:
@@ -238,24 +201,22 @@ def press_ctrl_c(process, run: Path) -> None:
             process.join(10)
 
 
-def hang_and_press_ctrl_c(helpers: Callable) -> Callable:
-    """Stop processes, and press Ctrl-C when the run waits for them."""
-
-    def disturb(process, run: Path) -> None:
-        for pid in helpers(process):
-            os.kill(pid, signal.SIGSTOP)
-        time.sleep(1)
-        press_ctrl_c(process, run)
-
-    return disturb
+def press_ctrl_c_as_helpers_hang(process, run: Path) -> None:
+    """Stop decoders and servers, and press Ctrl-C when the run waits for them."""
+    for pid in children(process.pid):
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(1)
+    press_ctrl_c(process, run)
 
 
-def decoders_of(process) -> list[int]:
-    return children(process.pid)
+def send_to_servers(number: int, count: int) -> Callable:
+    def send(process, run: Path) -> None:
+        helpers = sorted(children(process.pid))
+        servers = [pid for pid in helpers if "fake_sglang" in Path(f"/proc/{pid}/cmdline").read_text()]
+        for pid in servers[:count]:
+            os.kill(pid, number)
 
-
-def nothing(process, run: Path) -> None:
-    pass
+    return send
 
 
 def fill_disk(process, run: Path) -> Callable:
@@ -269,113 +230,71 @@ def fill_disk(process, run: Path) -> Callable:
 
 def close_folder(process, run: Path) -> Callable:
     """Put a file in place of RUN/episodes, where no episode can be written."""
-    episodes, away = run / "episodes", run / "away"
-    episodes.rename(away)
+    episodes = run / "episodes"
+    episodes.rename(run / "away")
     episodes.touch()
-
-    def repair() -> None:
-        episodes.unlink()
-        away.rename(episodes)
-
-    return repair
+    return lambda: (episodes.unlink(), (run / "away").rename(episodes))
 
 
 def delete_newest_state(process, run: Path) -> Callable:
     return lambda: shutil.rmtree(max((run / "state").glob("step-????????")))
 
 
-# Runs that need no disturbance from outside.
-
-
-def train_with_a_bug(cfg: Path) -> None:
-    rl.keep_episodes = lambda *_: 1 / 0
-    train_by_chance(cfg)
-
-
-def train_with_a_tool_that_hangs(cfg: Path) -> None:
-    """Run rl.py with a model that calls a tool in every turn. The tool never returns."""
-    rollout.parse_calls = lambda text, turn: [Call(turn, "crop_video", {})]
-    rollout.run_tool = lambda *_: time.sleep(1e6)
-    train_by_chance(cfg)
-
-
-def sft_with_a_broken_state(cfg: Path) -> Forked:
-    process, state = SFT.start(cfg), cfg.with_suffix("") / "state"
-    wait_for(lambda: len([*state.glob("step-????????")]) == 2, process)
-    process.kill()
-    process.join()
-    newest = max(state.glob("step-????????")) / "__0_0.distcp"
-    newest.write_bytes(newest.read_bytes()[:-100])
-    return SFT.start(cfg)
-
-
 # ------------------------------------------------------------------------------------------------ the matrix
-
-INTERRUPTED = r"^interrupted\. The same command resumes from what was saved in .*/run$"
 
 
 @dataclass
 class Fault:
-    job: Job
-    moment: Callable[[Path], bool]
+    job: str
+    moment: str  # a file of the run that is there, as a glob pattern
     disturb: Callable
     status: int = 1
-    last_line: str = INTERRUPTED
-    first: Callable[[Path], Forked] | None = None  # starts the run that is disturbed, if not `job` does
-    pause: float = 0.0  # longest time in seconds between the moment and the disturbance
+    last_line: str = r"^interrupted\. The same command resumes from what was saved in .*/run$"
+    first: Callable[[Path], Forked] | None = None  # starts the run that is disturbed, if it is not the job's command
 
 
+A_STEP, A_SAVE, SAMPLING, AN_ITEM = "state/step-00000001", "state/step-00000002.tmp", "snapshot", "episodes/*.jsonl"
 KILLED = -signal.SIGKILL
-ANY = ""  # a killed process has no last word; torch's reports may come after ours
+ANY = ""  # a killed process has no last word, and after a full disk torch may have it
+GOES_ON = "^done: "
 NO_SERVER = "^error: no server is left"
 DAMAGED = r"^error: .*-\d+ cannot be read .* resume from step-\d+$"
 A_BUG = "^ZeroDivisionError: division by zero$"
 
-FAST = {
-    "rl-sigterm": Fault(RL_ALONE, after_a_step, send(signal.SIGTERM), pause=1),
-    "rl-one_of_two_servers_dies": Fault(RL_SERVERS, after_a_step, to_server(signal.SIGKILL, 0), 0, "^done: "),
-}
-SLOW = {
-    "rl-kill": Fault(RL_ALONE, after_a_step, send(signal.SIGKILL), KILLED, ANY, pause=1),
-    "rl-kill_amid_a_save": Fault(RL_ALONE, amid_a_save, send(signal.SIGKILL), KILLED, ANY),
-    "rl-kill_amid_the_export": Fault(RL_ALONE, amid_the_export, send(signal.SIGKILL), KILLED, ANY),
-    "rl-ctrl_c": Fault(RL_ALONE, after_a_step, press_ctrl_c, pause=1),
-    "rl-ctrl_c_amid_a_save": Fault(RL_ALONE, amid_a_save, press_ctrl_c),
-    "rl-ctrl_c_as_decoders_hang": Fault(RL_ALONE, after_a_step, hang_and_press_ctrl_c(decoders_of)),
-    "rl-ctrl_c_as_a_tool_hangs": Fault(
-        RL_ALONE, as_it_samples, hang_and_press_ctrl_c(lambda process: ()), first=fork(train_with_a_tool_that_hangs)
-    ),
-    "rl-a_bug_of_ours": Fault(RL_ALONE, as_it_samples, nothing, 1, A_BUG, fork(train_with_a_bug)),
-    "rl-a_folder_that_cannot_be_written": Fault(RL_ALONE, after_a_step, close_folder, 1, "^error: .*/run/episodes"),
-    "ranks-kill_rank_0": Fault(RL_RANKS, after_a_step, kill_rank(0), 1, ANY, pause=1),
-    "ranks-kill_rank_1": Fault(RL_RANKS, after_a_step, kill_rank(1), 1, ANY, pause=1),
-    "ranks-torchrun_restarts_them": Fault(RL_RANKS, after_a_step, kill_rank(0), 0, "^done: ", torchrun, pause=1),
-    "ranks-torchrun_sigterm": Fault(
-        RL_RANKS, after_a_step, send(signal.SIGTERM), 1, "got signal: 15$", torchrun, pause=1
-    ),
-    "rl-the_only_server_dies": Fault(RL_SERVER, after_a_step, to_server(signal.SIGKILL, 0), 1, NO_SERVER),
-    "rl-one_of_two_servers_hangs": Fault(RL_SERVERS_RANKS, after_a_step, to_server(signal.SIGSTOP, 0), 0, "^done: "),
-    "rl-ctrl_c_as_servers_hang": Fault(RL_SERVERS, after_a_step, hang_and_press_ctrl_c(servers_of)),
-    "rl-ctrl_c_as_servers_hang_that_get_weights": Fault(RL_SERVERS, before_a_push, hang_and_press_ctrl_c(servers_of)),
-    "sft-kill_amid_a_save": Fault(SFT, amid_a_save, send(signal.SIGKILL), KILLED, ANY),
-    "sft-ctrl_c": Fault(SFT, after_a_step, press_ctrl_c, pause=0.2),
-    "sft-ctrl_c_as_decoders_hang": Fault(SFT, after_a_step, hang_and_press_ctrl_c(decoders_of)),
-    "sft-a_broken_state": Fault(SFT, at_once, delete_newest_state, 1, DAMAGED, sft_with_a_broken_state),
-    "sft-a_full_disk": Fault(SFT_RANKS, after_a_step, fill_disk, 1, ANY),
-    "eval-kill": Fault(EVAL, after_a_step, send(signal.SIGKILL), KILLED, ANY, pause=0.2),
-    "eval-ctrl_c": Fault(EVAL, after_a_step, press_ctrl_c, pause=0.2),
-    "eval-the_only_server_dies": Fault(EVAL_SERVER, after_a_step, to_server(signal.SIGKILL, 0), 1, NO_SERVER),
-}
-CASES = [pytest.param(fault, id=name) for name, fault in FAST.items()]
-CASES += [pytest.param(fault, id=name, marks=pytest.mark.slow) for name, fault in SLOW.items()]
+FAST = [
+    Fault("rl", A_SAVE, terminate),
+    Fault("rl beside two servers", A_STEP, send_to_servers(signal.SIGKILL, 1), 0, GOES_ON),
+]
+SLOW = [
+    Fault("rl", A_STEP, kill, KILLED, ANY),
+    Fault("rl", A_SAVE, kill, KILLED, ANY),
+    Fault("rl", "model.tmp", kill, KILLED, ANY),
+    Fault("rl", A_STEP, press_ctrl_c),
+    Fault("rl", A_SAVE, press_ctrl_c),
+    Fault("rl", A_STEP, press_ctrl_c_as_helpers_hang),
+    Fault("rl", SAMPLING, press_ctrl_c_as_helpers_hang, first=fork(train_with_a_tool_that_hangs)),
+    Fault("rl", SAMPLING, nothing, 1, A_BUG, fork(train_with_a_bug)),
+    Fault("rl", A_STEP, close_folder, 1, "^error: .*/run/episodes"),
+    Fault("rl on two ranks", A_STEP, kill_rank(0), 1, ANY),
+    Fault("rl on two ranks", A_STEP, kill_rank(1), 1, ANY),
+    Fault("rl on two ranks", A_STEP, kill_rank(0), 0, GOES_ON, torchrun),
+    Fault("rl on two ranks", A_STEP, terminate, 1, "got signal: 15$", torchrun),
+    Fault("rl beside two servers", A_STEP, send_to_servers(signal.SIGSTOP, 1), 0, GOES_ON),
+    Fault("rl beside two servers", A_STEP, send_to_servers(signal.SIGKILL, 2), 1, NO_SERVER),
+    Fault("rl beside two servers", A_STEP, press_ctrl_c_as_helpers_hang),
+    Fault("sft", A_SAVE, kill, KILLED, ANY),
+    Fault("sft", A_STEP, press_ctrl_c),
+    Fault("sft", A_STEP, press_ctrl_c_as_helpers_hang),
+    Fault("sft", "", delete_newest_state, 1, DAMAGED, sft_with_a_broken_state),
+    Fault("sft on two ranks", A_STEP, fill_disk, 1, ANY),
+    Fault("eval", AN_ITEM, kill, KILLED, ANY),
+    Fault("eval", AN_ITEM, press_ctrl_c),
+    Fault("eval beside a server", AN_ITEM, send_to_servers(signal.SIGKILL, 1), 1, NO_SERVER),
+]
 
 
 @pytest.fixture
-def folder(request, tmp_path):
-    """A folder for a run: on a small disk, if the disk is to be filled."""
-    if "full_disk" not in request.node.name:
-        yield tmp_path
-        return
+def small_disk(tmp_path):
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(tmp_path)], capture_output=True)
     if mounted.returncode:
         pytest.skip("only root may mount a small disk")
@@ -383,17 +302,25 @@ def folder(request, tmp_path):
     subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
 
 
-@pytest.mark.parametrize("fault", CASES)
-def test_a_fault_ends_a_run_as_it_should_and_the_same_command_ends_with_the_same_bits(
-    fault, toy_dir, folder, undisturbed, request
-):
-    expected = results(undisturbed(fault.job))
-    cfg, run = fault.job.write(folder / "run.yaml", toy_dir), folder / "run"
+CASES = [*FAST, *(pytest.param(fault, marks=pytest.mark.slow) for fault in SLOW)]
 
-    # Disturb the run.
-    process = (fault.first or fault.job.start)(cfg)
-    wait_for(lambda: fault.moment(run), process)
-    time.sleep(fault.pause * random.Random(request.node.name).random())
+
+@pytest.mark.parametrize("fault", CASES, ids=lambda fault: f"{fault.job}, {fault.moment}, {fault.disturb.__name__}")
+def test_a_fault_ends_a_run_as_it_should_and_the_same_command_ends_with_the_same_bits(
+    fault, toy_dir, tmp_path, undisturbed, request, monkeypatch
+):
+    monkeypatch.setenv("PYTHONPATH", f"{REPO}:{REPO}/tests")  # for torchrun's ranks
+    if fault.disturb is fill_disk:
+        request.getfixturevalue("small_disk")
+    expected = results(undisturbed(fault.job))
+    write, begin = JOBS[fault.job]
+    cfg, run = write(tmp_path / "run.yaml", toy_dir), tmp_path / "run"
+
+    # Disturb the run at a random time after its moment.
+    process = (fault.first or begin)(cfg)
+    wait_for(lambda: any(run.glob(fault.moment or "*")), process)
+    if fault.moment in (A_STEP, AN_ITEM):
+        time.sleep(0.2 * random.random())
     assert process.poll() is None, "the run ended before its moment"
     helpers = [child for pid in (process.pid, *children(process.pid)) for child in children(pid)]
     repair = fault.disturb(process, run)
@@ -412,8 +339,8 @@ def test_a_fault_ends_a_run_as_it_should_and_the_same_command_ends_with_the_same
         if repair:
             repair()
         done = saved_step(run / "state")
-        told = finish(fault.job.start(cfg))
-        if fault.job not in (EVAL, EVAL_SERVER):
+        told = finish(begin(cfg))
+        if not fault.job.startswith("eval"):
             assert (f"step {done} " if done else "starts from ") in told
     assert results(run) == expected
     assert not [*run.rglob("*.tmp"), *run.rglob("*.old"), *run.glob("snapshot")] and not run_memory(run).exists()

@@ -1,6 +1,5 @@
 """Runs as they happen on a node: started twice, interrupted, killed, on a full disk, under torchrun."""
 
-import json
 import os
 import re
 import signal
@@ -57,15 +56,6 @@ def test_a_steps_line_shows_what_went_wrong_and_only_then(tmp_path, capsys):
     told = ["rl step 1/3 loss 0.5", "rl step 2/3 loss 0.5 failed_rate 0.125"]
     told.append("rl step 3/3 loss 0.5 call_errors/timeout 1 call_errors/engine 0.5")
     assert capsys.readouterr().out.splitlines() == told
-
-
-def test_half_a_line_of_metrics_does_not_keep_a_run_from_going_on(tmp_path):
-    written = '{"step": 0, "loss": 2.0}\n{"step": 1, "loss": 1.0}\n{"step": 2, "lo'
-    (tmp_path / "metrics.jsonl").write_text(written)
-    run = SimpleNamespace(run=str(tmp_path), steps=3, report_to=())
-    Metrics(run, "sft", steps_done=1, shown=["loss"]).write(1, {"loss": 0.5})
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["step"], line["loss"]) for line in lines] == [(0, 2.0), (1, 0.5)]
 
 
 @pytest.mark.parametrize("project", ["", "videos"])
