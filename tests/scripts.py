@@ -1,7 +1,7 @@
 """Run the project's scripts as processes, alone or as several ranks.
 
 Python takes five seconds of a core to import torch and transformers, so most scripts are forked from a process that has
-imported them already. `anew=True` and options for `Popen` (`start_new_session` to kill a group) start a real one."""
+imported them already. `anew=True` starts a real one."""
 
 import atexit
 import json
@@ -114,17 +114,17 @@ def fork_ranks(world: int, nodes: int = 1) -> None:
     sys.exit(failed)
 
 
-def start(script: str, cfg: Path, *overrides: str, ranks: int = 1, anew: bool = False, restarts: int = 0, **popen):
+def start(script: str, cfg: Path, *overrides: str, ranks: int = 1, anew: bool = False, restarts: int = 0):
     """Start `SCRIPT CFG OVERRIDES...` and return its process. `restarts`: how often a real torchrun may restart its ranks."""
     command = [script, str(cfg), *overrides]
-    if not anew and not popen:
+    if not anew:
         return Forked(command, ranks=ranks)
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone"]
         launcher += [f"--nproc_per_node={ranks}", f"--max-restarts={restarts}"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([*launcher, *command], cwd=REPO, env=os.environ | ONE_THREAD, **pipes, **popen)
+    return subprocess.Popen([*launcher, *command], cwd=REPO, env=os.environ | ONE_THREAD, **pipes)
 
 
 def finish(process, code: int = 0, seconds: float = 300) -> str:
