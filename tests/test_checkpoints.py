@@ -141,7 +141,9 @@ def test_a_state_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino) or fsync(file))
 
     def rename_synced(old: Path, new: Path) -> Path:
-        assert not old.is_dir() or {file.stat().st_ino for file in old.iterdir()} <= synced
+        if old.is_dir():
+            files = {file.stat().st_ino for file in old.iterdir()}
+            assert files and files <= synced
         return rename(old, new)
 
     monkeypatch.setattr(Path, "rename", rename_synced)

@@ -315,19 +315,6 @@ def test_the_servers_of_the_rank_that_has_lost_most_are_counted(monkeypatch):
     assert rl.measure_run(sampler, SimpleNamespace(cfg=None), [], clock) == {"bad_rows": 1, "servers": 1}
 
 
-def test_the_engine_is_closed_if_what_opens_after_it_fails(toy_dir, tmp_path, renderer, monkeypatch):
-    cfg = config.load(RLConfig, rl_config(tmp_path / "c.yaml", toy_dir, run=str(tmp_path / "run")))
-    (tmp_path / "run").mkdir()
-    engine = Scripted(renderer, by_chance)
-    closed = []
-    engine.close = lambda: closed.append(1)
-    monkeypatch.setattr(rl, "open_engine", lambda *_: engine)
-    monkeypatch.setattr(rl, "Dataset", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError), rl.open_sampler(cfg, toy_dir / "model", renderer):
-        pass
-    assert closed
-
-
 def test_a_row_whose_prompt_cannot_be_rendered_is_a_bad_row(draw, monkeypatch):
     """Past bugs: only its episodes counted as failed, however many such rows there were. It was rejected by the task's own id,
     so it was drawn again."""

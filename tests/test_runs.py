@@ -1,4 +1,4 @@
-"""Runs as they happen on a node: started twice, interrupted, killed, on a full disk, under torchrun."""
+"""A run's folder, its metrics, how a script ends, and ranks. (test_faults.py: whole runs that are killed.)"""
 
 import os
 import re
@@ -111,9 +111,10 @@ ENDS = [
 ]
 
 
-@pytest.mark.parametrize("work, status, told", ENDS)
+@pytest.mark.parametrize("work, status, told", ENDS, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_script_ends_with_its_last_sentence(work, status, told):
-    assert finish(Forked(partial(run_script, work, SimpleNamespace(run="runs/x"))), status) == told
+    process = Forked(partial(run_script, work, SimpleNamespace(run="runs/x")))
+    assert finish(process, status, seconds=60) == told
 
 
 # ------------------------------------------------------------------------------------------------ torchrun
