@@ -1,4 +1,4 @@
-"""rl.py: the update computed by hand, and the loop with its sampler and its evaluations."""
+"""rl.py: short runs, the order of the loop, its sampler and its checks."""
 
 import contextlib
 import itertools
