@@ -4,6 +4,7 @@ Python takes five seconds of a core to import torch and transformers, so most sc
 imported them already. `anew=True` starts a real one."""
 
 import atexit
+import contextlib
 import json
 import multiprocessing
 import os
@@ -143,9 +144,12 @@ def alive(pid: int) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes that this one has started."""
-    told = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
-    return [int(child) for child in told.stdout.split()]
+    """Return the processes that this one's threads have started. It takes no time in which a run goes on."""
+    found = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += map(int, file.read_text().split())
+    return found
 
 
 def wait_for(condition: Callable, process=None, seconds: float = 60) -> None:
