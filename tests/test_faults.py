@@ -254,6 +254,7 @@ class Fault:
 
 
 A_STEP, A_SAVE, SAMPLING, AN_ITEM = "state/step-00000001", "state/step-00000002.tmp", "snapshot", "episodes/*.jsonl"
+A_BATCH = "episodes/step-000000.jsonl"  # it is written when the second batch is being sampled
 KILLED = -signal.SIGKILL
 ANY = ""  # a killed process has no last word, and after a full disk torch may have it
 GOES_ON = "^done: "
@@ -263,7 +264,7 @@ A_BUG = "^ZeroDivisionError: division by zero$"
 
 FAST = [
     Fault("rl", A_SAVE, terminate),
-    Fault("rl beside two servers", A_STEP, send_to_servers(signal.SIGKILL, 1), 0, GOES_ON),
+    Fault("rl beside two servers", A_BATCH, send_to_servers(signal.SIGKILL, 1), 0, GOES_ON),
 ]
 SLOW = [
     Fault("rl", A_STEP, kill, KILLED, ANY),
@@ -279,9 +280,10 @@ SLOW = [
     Fault("rl on two ranks", A_STEP, kill_rank(1), 1, ANY),
     Fault("rl on two ranks", A_STEP, kill_rank(0), 0, GOES_ON, torchrun),
     Fault("rl on two ranks", A_STEP, terminate, 1, "got signal: 15$", torchrun),
-    Fault("rl beside two servers", A_STEP, send_to_servers(signal.SIGSTOP, 1), 0, GOES_ON),
-    Fault("rl beside two servers", A_STEP, send_to_servers(signal.SIGKILL, 2), 1, NO_SERVER),
-    Fault("rl beside two servers", A_STEP, press_ctrl_c_as_helpers_hang),
+    Fault("rl beside two servers", A_BATCH, send_to_servers(signal.SIGSTOP, 1), 0, GOES_ON),
+    Fault("rl beside two servers", A_BATCH, send_to_servers(signal.SIGKILL, 2), 1, NO_SERVER),
+    Fault("rl beside two servers", A_BATCH, press_ctrl_c_as_helpers_hang),
+    Fault("rl beside two servers", A_STEP, press_ctrl_c_as_helpers_hang),  # the run waits for a push of weights
     Fault("sft", A_SAVE, kill, KILLED, ANY),
     Fault("sft", A_STEP, press_ctrl_c),
     Fault("sft", A_STEP, press_ctrl_c_as_helpers_hang),
