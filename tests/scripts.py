@@ -1,14 +1,14 @@
 """Run the project's scripts as processes, alone or as several ranks.
 
 Python takes five seconds of a core to import torch and transformers, so most scripts are forked from a process that has
-imported them already. `anew=True` and options for `Popen` (`start_new_session` to kill a group) start a real one."""
+imported them already. `anew=True` starts a real one."""
 
 import ast
 import atexit
+import contextlib
 import json
 import multiprocessing
 import os
-import random
 import re
 import runpy
 import signal
@@ -136,38 +136,24 @@ def fork_ranks(world: int, nodes: int = 1) -> None:
     sys.exit(failed)
 
 
-def start(script: str, cfg: Path, *overrides: str, ranks: int = 1, anew: bool = False, restarts: int = 0, **popen):
+def start(script: str, cfg: Path, *overrides: str, ranks: int = 1, anew: bool = False, restarts: int = 0):
     """Start `SCRIPT CFG OVERRIDES...` and return its process. `restarts`: how often a real torchrun may restart its ranks."""
     command = [script, str(cfg), *overrides]
-    if not anew and not popen:
+    if not anew:
         return Forked(command, ranks=ranks)
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone"]
         launcher += [f"--nproc_per_node={ranks}", f"--max-restarts={restarts}"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([*launcher, *command], cwd=REPO, env=os.environ | ONE_THREAD, **pipes, **popen)
+    return subprocess.Popen([*launcher, *command], cwd=REPO, env=os.environ | ONE_THREAD, **pipes)
 
 
-def finish(process, code: int = 0) -> str:
+def finish(process, code: int = 0, seconds: float = 300) -> str:
     """Wait for a process of `start` to exit with this status. Return its output."""
-    told, _ = process.communicate(timeout=300)
+    told, _ = process.communicate(timeout=seconds)
     assert process.returncode == code, told
     return told
-
-
-def kill_at_random(launch: Callable, progress: Callable, rng: random.Random, times: int, pause: float) -> int:
-    """Start a run repeatedly, and kill it at a random moment after it makes progress. Return the number of kills."""
-    for kills in range(times):
-        before, process = progress(), launch(start_new_session=True)
-        while process.poll() is None and progress() <= before:
-            time.sleep(0.005)
-        time.sleep(pause * rng.random())
-        if process.poll() is not None:  # done before it could be killed
-            return kills
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return times
 
 
 def alive(pid: int) -> bool:
@@ -179,9 +165,12 @@ def alive(pid: int) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes that this one has started."""
-    told = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
-    return [int(child) for child in told.stdout.split()]
+    """Return the processes that this one's threads have started. It takes no time in which a run goes on."""
+    found = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += map(int, file.read_text().split())
+    return found
 
 
 def wait_for(condition: Callable, process=None, seconds: float = 60) -> None:
@@ -190,7 +179,7 @@ def wait_for(condition: Callable, process=None, seconds: float = 60) -> None:
     while not condition():
         assert process is None or process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.02)
+        time.sleep(0.002)
 
 
 def fake_server(renderer, port: int, fault: str = "") -> list[str]:
@@ -233,22 +222,7 @@ def metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def same_weights(one: Path, other: Path) -> bool:
-    """Return whether the results of two runs are equal bit for bit."""
-    from safetensors.torch import load_file
-
-    a, b = (load_file(folder / "model" / "model.safetensors") for folder in (one, other))
-    return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
-
-
-def same_metrics(one: list[dict], other: list[dict]) -> bool:
-    """Compare everything except times, memory and val_loss (an interrupted run may have no held-out rows)."""
-
-    def figures(lines):
-        kept = []
-        for line in lines:
-            free = ("val_loss", "peak_memory_gib", "time")
-            kept.append({k: v for k, v in line.items() if "second" not in k and not k.startswith(free)})
-        return kept
-
-    return figures(one) == figures(other)
+def figures(lines: list[dict]) -> list[dict]:
+    """Return metrics without times, memory, servers in use and val_loss (an interrupted run may have no held-out rows)."""
+    free = ("val_loss", "peak_memory_gib", "time", "servers")
+    return [{k: v for k, v in line.items() if "second" not in k and not k.startswith(free)} for line in lines]
