@@ -38,7 +38,7 @@ def pytest_addoption(parser) -> None:
 
 def pytest_collection_modifyitems(items) -> None:
     """Run the slowest files first, so that both workers end at about the same time."""
-    items.sort(key=lambda item: item.path.stem not in ("test_ask", "test_engine", "test_eval", "test_runs"))
+    items.sort(key=lambda item: item.path.stem not in ("test_engine", "test_eval", "test_faults", "test_rl"))
 
 
 def build_once(tmp_path_factory, name: str, build: Callable[[Path], object]) -> Path:
@@ -107,7 +107,7 @@ def scripted(monkeypatch):
     engines = []
 
     def open_it(source, renderer, *_):
-        engines.append(Scripted(renderer, by_chance, latency=0.1))
+        engines.append(Scripted(renderer, by_chance))
         return engines[-1]
 
     monkeypatch.setattr("rl.open_engine", open_it)

@@ -1,12 +1,8 @@
 """Evaluation: interrupted and failing runs end with the results of an undisturbed one. test_tables.py has the tables."""
 
 import json
-import os
-import random
 import re
 import shutil
-import signal
-import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +14,7 @@ import yaml
 from endpoint import Endpoint
 from evaluations import line, write_eval_config, write_results
 from scripted import Scripted, crop, is_subagent, load_episodes, turns
-from scripts import REPO, start, wait_for
+from scripts import REPO
 
 import eval as evaluation
 from episode import Task
@@ -216,27 +212,6 @@ def test_what_was_said_is_kept_to_its_last_2000_characters_in_one_line(write, mo
         assert len(record["said"]) == 2000
         assert record["said"].endswith("I am sure. " + odd + END_OF_TURN)
     run(path)
-
-
-@pytest.mark.slow
-def test_a_run_killed_at_a_random_moment_ends_with_the_same_records(write, tmp_path):
-    """A real model in a real process. Its replies are random, so that records differ."""
-    rollout = {"temperature": 1.0, "max_new_tokens": 120, "concurrency": 1}
-    run(write(tmp_path / "whole", rollout=rollout))
-    cfg, file = write(rollout=rollout), results_file(tmp_path)
-    lines = lambda: file.read_bytes().count(b"\n") if file.exists() else 0  # noqa: E731
-    process = start("eval.py", cfg)
-    wait_for(lambda: lines() >= 3, process)
-    time.sleep(0.15 * random.random())
-    assert process.poll() is None, process.communicate()[0]  # it had not finished yet
-    os.kill(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert 2 < lines() < 8
-    run(cfg)
-    expected = outcomes(results_file(tmp_path / "whole"))
-    assert outcomes(file) == expected
-    assert len({r[1] for r in expected.values()}) == 8
-    assert lines() == 8  # nothing was asked twice
 
 
 def test_items_of_torn_lines_and_errors_are_asked_again_and_leave_one_line(write, model, toy_dir, tmp_path):
