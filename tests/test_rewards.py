@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted import crop
 from scripts import REPO
 from tiny import Pieces
 
@@ -21,7 +22,7 @@ from runtime.render import END_OF_TURN, TAG, TAGS, TAGS_AND_CODE
 from study import lab
 from study.lab import Characters, episode_of_turns
 
-CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 16}}\n</tool_call>'
+CALL = crop(0, 16)
 LOOK = f"<think>\nLet me look closer.\n</think>\n{CALL}{END_OF_TURN}"
 DONE = f"<think>\nThe clip shows it.\n</think>\n<answer>B</answer>{END_OF_TURN}"
 EMPTY_LOOK = LOOK.replace("\nLet me look closer.\n", "")
@@ -100,13 +101,6 @@ def test_the_metric_f_of_a_text_is_the_same_in_every_run(name):
         assert earned(turns, executed, cfg=cfg)["f"] == f
 
 
-def test_code_that_is_not_closed_costs_plain_grpo_the_last_tenth_of_r_fmt():
-    turns = [LOOK.replace(CALL, CODE), DONE]
-    assert earned(turns, 1, cfg=GRPO)["R_fmt"] == pytest.approx(1.0)
-    turns = [LOOK.replace(CALL, CODE.removesuffix("</tool_code>")), DONE]
-    assert earned(turns, 1, cfg=GRPO)["R_fmt"] == pytest.approx(0.9)
-
-
 def one_edit_away(turns: list[str]) -> list[list[str]]:
     """Return the texts in which a tag is left out, replaced or swapped with the next, or a tag, a pair of tags, a piece of one or
     a word is added before or after any tag."""
@@ -147,7 +141,7 @@ def test_no_text_one_edit_from_an_honest_one_earns_as_much_unless_it_is_well_for
     assert unlike > 50
 
 
-HONEST_THOUGHTS = (
+THOUGHTS = (
     "The clip shows it.",
     "If a<b and b<c, then a<c holds; also x <= y.",
     "The title reads <b>News</b> in <i>bold</i>.",
@@ -155,32 +149,46 @@ HONEST_THOUGHTS = (
     "视频中有一把红伞，所以选择B。时间<20秒。",
     "He writes I <3 U on the wall :> and draws <*)))><.",
     "A <top> view: <the red car> passes an <animal>; x<then, vector<any> and a table's <th> are text.",
+    "It flashes at <12.5 seconds>",
     "",
 )  # fmt: skip
-VIDEO_CALL = CALL.replace('"start_time"', '"video_path": "<video>", "start_time"')
-HONEST_TURNS = (
-    [LOOK.replace(CALL, VIDEO_CALL), DONE],
-    [LOOK.replace(CALL, f"{CALL}\n{VIDEO_CALL}\n{CALL}"), LOOK, DONE.replace(">B<", ">\nB. a<b\n<")],
-    [LOOK.removesuffix(END_OF_TURN), DONE],  # sequential dispatch
-    [LOOK.replace("\n<tool_call>\n", "<tool_call>").replace("\n</tool_call>", "</tool_call>"), DONE.replace("\n", "")],
-    [DONE.replace(">B<", "> 12.5 - 20.1 <").replace("</answer>", "</answer>\n")],
-)
+PIECES = [
+    "<",
+    "</",
+    "<t",
+    "</thin",
+    "</tool_c",
+    "</answe",
+    "<think now",
+    "</answers>",
+    "<tool_response>ok</tool_response>",
+]
+VIDEO_CALL = crop(0, 16, video_path="<video>")
+WELL_FORMED = {
+    1: [
+        *([DONE.replace("The clip shows it.", text)] for text in THOUGHTS),
+        [LOOK, DONE],
+        [LOOK.replace(CALL, VIDEO_CALL), DONE],
+        [LOOK.replace(CALL, f"{CALL}\n{VIDEO_CALL}\n{CALL}"), LOOK, DONE.replace(">B<", ">\nB. a<b\n<")],
+        [LOOK.removesuffix(END_OF_TURN), DONE],  # sequential dispatch
+        [LOOK.replace("\n<tool_call>\n", "<tool_call>").replace("\n</tool_call>", "</tool_call>"), DONE.replace("\n", "")],
+        [DONE.replace(">B<", "> 12.5 - 20.1 <").replace("</answer>", "</answer>\n")],
+    ],
+    0: [
+        *([DONE.replace(tag, piece + tag)] for piece in PIECES for tag in ("</think>", "</answer>")),
+        [],
+        [LOOK],
+        [DONE + "x"],
+        [DONE, DONE],
+        [LOOK.replace(END_OF_TURN, "x"), DONE],
+        [LOOK.replace(CALL, "<tool_call>crop</tool_call>"), DONE],
+    ],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "turns", [*([DONE.replace("The clip shows it.", text)] for text in HONEST_THOUGHTS), *HONEST_TURNS]
-)
-def test_an_honest_text_is_well_formed(turns):
-    assert earned(turns)["well_formed"] == 1
-
-
-@pytest.mark.parametrize(
-    "piece",
-    ["<", "</", "<t", "</thin", "</tool_c", "</answe", "<think now", "</answers>", "<tool_response>ok</tool_response>"],
-)
-def test_a_piece_of_a_tag_is_no_text(piece):
-    for closing in ("</think>", "</answer>"):
-        assert earned([DONE.replace(closing, piece + closing)])["well_formed"] == 0
+@pytest.mark.parametrize("expected, turns", [(key, turns) for key, texts in WELL_FORMED.items() for turns in texts])
+def test_well_formed_allows_any_honest_text_and_nothing_beside_the_format(expected, turns):
+    assert earned(turns, 1)["well_formed"] == expected
 
 
 def test_a_failed_judge_leaves_an_error_and_no_reward():
@@ -221,16 +229,7 @@ def test_a_turn_ends_by_any_token_of_the_list_if_it_was_sampled():
     assert not structural_mask(episode.main, TwoEnds())[-1]
 
 
-def test_an_answer_inside_a_tool_response_scores_nothing():
-    """The response stands between the turns, and rewards read only the assistant's turns (invariant 7)."""
-    episode = episode_of_turns([LOOK, DONE.replace(">B<", ">A<")], MCQ, Characters(), 1)
-    gap = Characters().encode("<tool_response><think></think><answer>B</answer></tool_response>")
-    (a, b), (c, d) = episode.main.turns
-    main = episode.main
-    main.ids[b:b], main.mask[b:b] = gap, [0] * len(gap)
-    main.turns = [(a, b), (c + len(gap), d + len(gap))]
-    assert score(episode, Characters(), PLAIN)["R_acc"] == 0
-    assert not any(structural_mask(main, Characters())[b : b + len(gap)])
+CODE_LOOK = LOOK.replace(CALL, CODE)
 
 
 @pytest.mark.parametrize(
@@ -238,6 +237,12 @@ def test_an_answer_inside_a_tool_response_scores_nothing():
     [
         ([LOOK, DONE], {"w_fmt": 0, "w_tool": 0}, {"R": 1, "f": 1, "R_tool": 0.8}),  # accuracy only; all is logged
         ([DONE], {"answer_suffix": False}, {"R": 1 + 0.3 + 0.2 + 0.1 + 0.1}),
+        ([CODE_LOOK, DONE], {"answer_suffix": False}, {"R_fmt": 1.0}),
+        (
+            [CODE_LOOK.replace("</tool_code>", ""), DONE],
+            {"answer_suffix": False},
+            {"R_fmt": 0.9},
+        ),  # its tags do not balance
     ],
 )
 def test_weights_of_the_config_are_those_of_r(turns, weights, expected):
@@ -282,11 +287,6 @@ def test_the_forced_prefix_counts():
 def test_f1_and_iou_must_reach_a_half_to_count_as_scored(answer, acc, tool):
     parts = earned([LOOK, DONE.replace(">B<", f">{answer}<")], 1, task=Task("t", "", (), "tvg", "[10, 20]"))
     assert (parts["R_acc"], parts["R_tool"]) == pytest.approx((acc, tool))
-
-
-@pytest.mark.parametrize("turns, right", [([DONE], 1), ([LOOK, DONE], 1), ([LOOK], 0), ([], 0), ([DONE + "x"], 0), ([DONE, DONE], 0), ([LOOK.removesuffix(END_OF_TURN), DONE], 1), ([LOOK.replace(END_OF_TURN, "x"), DONE], 0), ([LOOK.replace(CALL, "<tool_call>crop</tool_call>"), DONE], 0), ([DONE.replace("\n</think>", " <12.5 seconds>\n</think>")], 1)])  # fmt: skip
-def test_well_formed_allows_nothing_beside_the_format(turns, right):
-    assert earned(turns, 1)["well_formed"] == right
 
 
 # ------------------------------------------------------------------------------------------------ structural tokens
@@ -358,20 +358,24 @@ def test_no_completion_breaks_the_rewards_or_leaves_their_range(pieces):
 # ------------------------------------------------------------------------------------------------ the judge and the lab
 
 
+@pytest.fixture
+def lab_says(monkeypatch, capsys):
+    def run(*arguments: str) -> dict[str, str]:
+        monkeypatch.setattr(sys, "argv", ["lab.py", *arguments])
+        lab.main()
+        return dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if " " in line.strip())
+
+    return run
+
+
 @pytest.mark.parametrize("answer, kind", [("B", "mcq"), ("(b)", "mcq"), ("A dog", "oe"), ("0:12 - 0:20", "tvg"), ("2 cats and 3 dogs", "oe")])  # fmt: skip
-def test_the_labs_kind_follows_from_the_gold_answer(monkeypatch, capsys, answer, kind):
-    monkeypatch.setattr(sys, "argv", ["lab.py", f"<answer>{answer}</answer>", "--answer", answer])
-    lab.main()
-    parts = dict(line.split() for line in capsys.readouterr().out.splitlines() if len(line.split()) == 2)
+def test_the_labs_kind_follows_from_the_gold_answer(lab_says, answer, kind):
+    parts = lab_says(f"<answer>{answer}</answer>", "--answer", answer)
     assert (parts["kind"], float(parts["R_acc"])) == (kind, 1)
 
 
-def test_the_lab_paints_the_structure_and_scores_by_the_reward_of_a_config(monkeypatch, capsys):
+def test_the_lab_scores_by_the_reward_of_a_config(lab_says):
     """The toy pays for the answer alone."""
-    told = {}
-    for more in ((), ("--config", str(REPO / "configs" / "toy_paragrpo.yaml"))):
-        monkeypatch.setattr(sys, "argv", ["lab.py", DONE.removesuffix(END_OF_TURN), "--answer", "B", *more])
-        lab.main()
-        told[more] = capsys.readouterr().out
-    assert [text.split("\n")[1].split() for text in told.values()] == [["R", "1.80"], ["R", "1.00"]]
-    assert "[<][a][n][s][w][e][r][>]B[<]" in told[()]
+    asked = [DONE.removesuffix(END_OF_TURN), "--answer", "B"]
+    assert lab_says(*asked)["R"] == "1.80"
+    assert lab_says(*asked, "--config", str(REPO / "configs" / "toy_paragrpo.yaml"))["R"] == "1.00"
