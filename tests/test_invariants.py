@@ -8,6 +8,7 @@ import json
 import os
 import random
 import re
+import threading
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -90,13 +91,26 @@ class Films(MemoryVideos):
 
 
 class Recorder(Scripted):
-    """An engine that remembers what it sampled, and from what. No two tokens have the same log-prob."""
+    """An engine that remembers what it sampled, and from what. No two tokens have the same log-prob. It answers once all who
+    were announced wait: with too many it would hang, and with too few its batches would depend on timing."""
 
     version = 3
 
     def __init__(self, renderer, world: World):
         super().__init__(renderer, lambda prompt, seed: self.ids_of(self.pick(prompt, seed)))
         self.world, self.sampled = world, []
+        self.condition, self.waiting, self.round, self.late = threading.Condition(), 0, 0, False
+
+    def announce(self, change):
+        with self.condition:
+            super().announce(change)
+            self.release()
+
+    def release(self):
+        self.late |= self.waiting > self.expected
+        if self.waiting and self.waiting >= self.expected:
+            self.waiting, self.round = 0, self.round + 1
+            self.condition.notify_all()
 
     def pick(self, prompt: str, seed: int) -> list | None:
         """Return the pieces that a request gets."""
@@ -119,6 +133,10 @@ class Recorder(Scripted):
         return ids
 
     def generate(self, prompt, ids, clips, **options):
+        with self.condition:
+            self.waiting, mine = self.waiting + 1, self.round
+            self.release()
+            assert self.condition.wait_for(lambda: self.round > mine, timeout=20), "hangs"
         sample = super().generate(prompt, ids, clips, **options)
         logprobs = [-(options["seed"] % 1000 + i + 1) / 7 for i in range(len(sample.ids))]
         self.sampled.append((prompt.ids + ids, sample.ids, logprobs, options["seed"]))
@@ -174,7 +192,7 @@ def check(world: World, renderer) -> list[Episode]:
         assert lost == {"EngineError"} and (None in world.turns or "max_context" in group.episodes[0].error)
 
     # The engine knew who asks. Each request has its own seed and the settings of its agent. Calls that may not run ask nobody.
-    assert engine.expected == 0 <= engine.least_expected
+    assert engine.expected == 0 <= engine.least_expected and not engine.late
     assert len({request.seed for request in engine.asked}) == len(engine.asked)
     of_agents = {False: (cfg.temperature, cfg.max_new_tokens), True: (0.3, cfg.subagents.max_new_tokens)}
     for request in engine.asked:
@@ -276,6 +294,7 @@ def check_calls(calls: list[Call], expected: list[tuple], world: World, context:
             assert asks and None in world.reports and not error
             continue
         assert (call.error, call.window) == (error, window) and call.text
+        assert "/data/" not in call.text  # the model knows its videos by their base names
         assert (call.subagent is not None, bool(call.clips)) == (asks and not error, not asks and not error)
         if error:
             assert error != "over_limit" or f"at most {limits(context.cfg)[1]} " in call.text

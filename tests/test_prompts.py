@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from scripted import END, TASK, MemoryVideos, play, turns
+from scripted import END, TASK, MemoryVideos, crop, play, turns
 from scripts import sft_config
 
 import sft
@@ -28,15 +28,13 @@ TEXTS = {
     "subagent_system": "You see {start} to {end} of a video.",
     "subagent_request": 'Sum up these {duration} seconds as {"what": ...}.',
 }
-CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 4, "end_time": 9.5}}\n</tool_call>'
 SCHEMAS = [TOOLS["crop_video"].schema]
 
 
 def asked(renderer: Renderer, **cfg) -> list[str]:
     """Return what the main agent and its sub-agent read in a rollout, frames as #."""
-    reply = turns("Closer.</think>" + CALL + END, "Seen.</think><answer>a</answer>" + END)
     [episode] = play(
-        renderer, lambda prompt, seed: reply(prompt, seed) if "<tool_call>" in prompt else "A cat." + END, **cfg
+        renderer, turns("Closer.</think>" + crop(4, 9.5) + END, "Seen.</think><answer>a</answer>" + END), **cfg
     )
     return [read(renderer, t.prompt.ids) for t in [episode.main, *episode.subagents]]
 

@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import random
 import re
 import threading
 import time
@@ -161,54 +160,6 @@ def test_agents_and_the_calls_of_a_turn_run_at_once(renderer):
 
     episodes = play(renderer, turns("x</think>" + crop() * 4 + END, ANSWER, report=report), tasks=tasks_named(32))
     assert all([c.error for c in e.calls] == [""] * 4 and not e.error for e in episodes)
-
-
-class Barrier(Scripted):
-    """An engine that answers only when all announced requests wait."""
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.condition, self.waiting, self.round, self.batches = threading.Condition(), 0, 0, []
-
-    def release(self):
-        if self.waiting and self.waiting >= self.expected:
-            self.batches.append(self.waiting)
-            self.waiting, self.round = 0, self.round + 1
-            self.condition.notify_all()
-
-    def generate(self, *arguments, **more):
-        with self.condition:
-            self.waiting, mine = self.waiting + 1, self.round
-            self.release()
-            assert self.condition.wait_for(lambda: self.round > mine, timeout=20), "hangs"
-        return super().generate(*arguments, **more)
-
-    def announce(self, change):
-        with self.condition:
-            super().announce(change)
-            self.release()
-
-
-@pytest.mark.parametrize("concurrency", [1, 3, 100])
-def test_the_engine_is_told_exactly_who_will_ask(renderer, concurrency):
-    """A batch starts when as many requests wait as were announced. Announcing too few breaks repeatability, too many hangs."""
-
-    def reply(prompt, seed):
-        rng = random.Random(seed)
-        if is_subagent(prompt):
-            return "seen" + END
-        calls = [rng.choice([crop(), crop(5, 1), "<tool_call>{"]) for _ in range(rng.randrange(4))]
-        return "x</think>" + "".join(calls) + END
-
-    tasks = tasks_named(10)
-    tasks[3] = replace(tasks[3], videos=("/data/bad.mp4",))
-    runs = []
-    for _ in range(2):
-        engine = Barrier(renderer, reply)
-        episodes = play(renderer, None, engine=engine, tasks=tasks, group_size=2, concurrency=concurrency)
-        assert engine.expected == 0 and engine.least_expected >= 0
-        runs.append((engine.batches, [e.main.all_ids for e in episodes]))
-    assert runs[0] == runs[1]
 
 
 # ---- on disk

@@ -7,7 +7,6 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -23,7 +22,6 @@ from tools import (
     TOOLS,
     ClipForSubagent,
     ToolError,
-    choose_video,
     crop_video,
     make_tool,
     parse_calls,
@@ -58,7 +56,7 @@ CALLS = {  # name: (text, the arguments or the error of each call)
     "too long": (GOOD.replace("</tool_call>", " " * 5000 + "</tool_call>"), [NO]),
     "closed by the other tag": (GOOD.replace("<tool_call>", "<tool_code>"), [NO]),
     "Python in place of JSON": (f"<tool_call>{KEYWORDS}", [NO]),
-    "a string of JSON": (GOOD.replace('{"start', '"{\\"start').replace('start_time"', 'start_time\\"').replace('"end_time"', '\\"end_time\\"').replace("2.5}", '2.5}"'), [WINDOW]),
+    "a string of JSON": (r'<tool_call>{"name": "crop_video", "arguments": "{\"start_time\": 1, \"end_time\": 2.5}"}</tool_call>', [WINDOW]),
     "unclosed, because it is the format that we teach": (GOOD.removesuffix("</tool_call>") + END, [NO]),
     "code that the next call ends": (f"<tool_code>{KEYWORDS}\n{GOOD}", [NO, WINDOW]),
     "code of two statements, one without literals": (f"<tool_code>\n{KEYWORDS}\ncrop_video(start_time=s)\n</tool_code>", [WINDOW, NO]),
@@ -174,6 +172,10 @@ def test_times_are_read_as_people_write_them_and_others_are_a_text_for_the_model
         ({"start_time": 1, "end": 5}, (1, 5)),
         ({"start_time": 1, "end_time": 5, "start": 2, "end": 3}, (1, 5)),  # the names of the schema come first
         ({"start": 1, "end": "soon"}, "end_time .* 'soon'"),
+        (
+            {"start_time": 0, "end_time": 5, "video_path": "/etc/passwd"},
+            "first.mp4, second.mp4",
+        ),  # not another video's report
         *(({"start_time": a, "end_time": b}, "from 0 to 60.0 seconds") for a, b in ((10, 10), (60, 70), (-9, -1))),
     ],
 )
@@ -199,19 +201,11 @@ def test_every_window_that_runs_lies_in_the_video_and_holds_what_it_says(start, 
         assert all(low <= t <= high for t in clip.frames.times)
 
 
-def test_the_models_path_only_picks_among_the_tasks_own_videos():
-    first, second = TASK.videos
-    for path, expected in {"second.mp4": second, "../second.mp4": second, "../first.mp4": first, None: first}.items():
-        videos = MemoryVideos()
-        look(videos, video_path=path, start_time=0, end_time=5)
-        assert set(videos.opened) == {expected}, path
-    # A misspelled name gets no report on another video.
+@pytest.mark.parametrize("path, video", [("second.mp4", 1), ("../second.mp4", 1), ("../first.mp4", 0), (None, 0)])
+def test_the_models_path_only_picks_among_the_tasks_own_videos(path, video):
     videos = MemoryVideos()
-    with pytest.raises(ToolError, match="first.mp4, second.mp4"):
-        look(videos, video_path="/etc/passwd", start_time=0, end_time=5)
-    assert not videos.opened
-    alone = replace(TASK, videos=TASK.videos[:1])
-    assert choose_video(alone, {"video_path": "/etc/passwd"}) == first
+    look(videos, video_path=path, start_time=0, end_time=5)
+    assert set(videos.opened) == {TASK.videos[video]}
 
 
 @pytest.mark.parametrize("end, wanted, shown", [(20, 1, 1), (20, 2, 2), (20, 99, 4), (2, None, 2), (2, 4, 4)])
@@ -221,13 +215,11 @@ def test_the_model_may_ask_for_fewer_frames_or_for_more(end, wanted, shown):
     assert len(look(start_time=0, end_time=end, num_frames=wanted).frames) == shown
 
 
-def test_a_tool_that_is_not_offered_is_an_error_that_names_those_that_are():
-    [crops] = parse_calls(crop())
-    [other] = parse_calls('<tool_call>{"name": "rm\\ud800", "arguments": {}}</tool_call>')
-    for call, names in ((other, ("crop_video", "look_up")), (crops, ("look_up",))):  # crop_video is in tools.py
-        with pytest.raises(ToolError, match=f"there is {', '.join(names)}") as caught:
-            run_tool(call, TASK, names, MemoryVideos(), CONTRACT)
-        assert caught.value.kind == "unknown_tool" and str(caught.value).encode()
+def test_a_tool_that_is_not_offered_in_this_run_is_unknown():
+    [call] = parse_calls(crop())  # it is in tools.py
+    with pytest.raises(ToolError, match="'crop_video'; there is look_up, read") as caught:
+        run_tool(call, TASK, ("look_up", "read"), MemoryVideos(), CONTRACT)
+    assert caught.value.kind == "unknown_tool"
 
 
 def test_the_published_schema_is_what_the_published_model_was_shown():
