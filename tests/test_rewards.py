@@ -152,17 +152,7 @@ THOUGHTS = (
     "It flashes at <12.5 seconds>",
     "",
 )  # fmt: skip
-PIECES = [
-    "<",
-    "</",
-    "<t",
-    "</thin",
-    "</tool_c",
-    "</answe",
-    "<think now",
-    "</answers>",
-    "<tool_response>ok</tool_response>",
-]
+PIECES = ["<", "</", "<t", "</thin", "</tool_c", "</answe", "</answers>", "<think now", "<tool_response>ok</tool_response>"]  # fmt: skip
 VIDEO_CALL = crop(0, 16, video_path="<video>")
 WELL_FORMED = {
     1: [
@@ -198,11 +188,11 @@ def test_a_failed_judge_leaves_an_error_and_no_reward():
         return 1.0
 
     judged = RewardConfig(open_answer="judge", judge=Api(url="u", model="m"))
-    open_question = Task("t", "", (), "oe", "blue")
-    episodes = [episode_of_turns([turn], open_question, Characters()) for turn in (DONE, DONE.replace(">B<", ">blue<"))]
-    rewards.assign_rewards([Group(open_question, 64, episodes)], Characters(), judged, judge)
-    assert episodes[0].error == "JudgeError: gone" and not episodes[0].rewards
-    assert not episodes[1].error and episodes[1].rewards["R_acc"] == 1
+    task = Task("t", "", (), "oe", "blue")
+    failed, right = (episode_of_turns([turn], task, Characters()) for turn in (DONE, DONE.replace(">B<", ">blue<")))
+    rewards.assign_rewards([Group(task, 64, [failed, right])], Characters(), judged, judge)
+    assert failed.error == "JudgeError: gone" and not failed.rewards
+    assert not right.error and right.rewards["R_acc"] == 1
 
 
 @pytest.mark.parametrize("number", [np.float32(0.5), torch.tensor(0.5)], ids=["numpy", "torch"])
@@ -242,7 +232,7 @@ CODE_LOOK = LOOK.replace(CALL, CODE)
             [CODE_LOOK.replace("</tool_code>", ""), DONE],
             {"answer_suffix": False},
             {"R_fmt": 0.9},
-        ),  # its tags do not balance
+        ),  # tags do not balance
     ],
 )
 def test_weights_of_the_config_are_those_of_r(turns, weights, expected):
@@ -358,24 +348,21 @@ def test_no_completion_breaks_the_rewards_or_leaves_their_range(pieces):
 # ------------------------------------------------------------------------------------------------ the judge and the lab
 
 
-@pytest.fixture
-def lab_says(monkeypatch, capsys):
-    def run(*arguments: str) -> dict[str, str]:
-        monkeypatch.setattr(sys, "argv", ["lab.py", *arguments])
-        lab.main()
-        return dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if " " in line.strip())
-
-    return run
+def lab_says(monkeypatch, capsys, *arguments: str) -> list[list[str]]:
+    monkeypatch.setattr(sys, "argv", ["lab.py", *arguments])
+    lab.main()
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
 
 
 @pytest.mark.parametrize("answer, kind", [("B", "mcq"), ("(b)", "mcq"), ("A dog", "oe"), ("0:12 - 0:20", "tvg"), ("2 cats and 3 dogs", "oe")])  # fmt: skip
-def test_the_labs_kind_follows_from_the_gold_answer(lab_says, answer, kind):
-    parts = lab_says(f"<answer>{answer}</answer>", "--answer", answer)
-    assert (parts["kind"], float(parts["R_acc"])) == (kind, 1)
+def test_the_labs_kind_follows_from_the_gold_answer(monkeypatch, capsys, answer, kind):
+    lines = lab_says(monkeypatch, capsys, f"<answer>{answer}</answer>", "--answer", answer)
+    assert ["kind", kind] in lines and ["R_acc", "1.00"] in lines
 
 
-def test_the_lab_scores_by_the_reward_of_a_config(lab_says):
+@pytest.mark.parametrize("more, r", [((), "1.80"), (("--config", str(REPO / "configs" / "toy_paragrpo.yaml")), "1.00")])
+def test_the_lab_paints_the_structure_and_scores_by_the_reward_of_a_config(monkeypatch, capsys, more, r):
     """The toy pays for the answer alone."""
-    asked = [DONE.removesuffix(END_OF_TURN), "--answer", "B"]
-    assert lab_says(*asked)["R"] == "1.80"
-    assert lab_says(*asked, "--config", str(REPO / "configs" / "toy_paragrpo.yaml"))["R"] == "1.00"
+    lines = lab_says(monkeypatch, capsys, DONE.removesuffix(END_OF_TURN), "--answer", "B", *more)
+    assert ["R", r] in lines
+    assert "[<][a][n][s][w][e][r][>]B[<]" in lines[-1][0]
