@@ -130,7 +130,7 @@ class Recorder(Scripted):
             self.release()
             assert self.condition.wait_for(lambda: self.round > mine, timeout=20), "hangs"
         sample = super().generate(prompt, ids, clips, **options)
-        logprobs = [-(options["seed"] % 1000 + i + 1) / 7 for i in range(len(sample.ids))]
+        logprobs = [-1.0 - options["seed"] % 10**9 - i for i in range(len(sample.ids))]
         self.sampled.append((prompt.ids + ids, sample.ids, logprobs, options["seed"]))
         return dataclasses.replace(sample, logprobs=logprobs)
 
@@ -387,6 +387,7 @@ CASES = {
     "a window that cannot be decoded": (World([[crop(0, 20), crop(0, 9, video_path="x/torn.mp4"), END], DONE], films={FILM: 9.0, TORN: 9.0}), [["", "failed"]], "stop"),
     "a report that the engine lost": (World([CALL, DONE], [None]), [["engine"]], "stop"),
     "an engine that is lost in the second turn": (World([CALL, None]), [[""]], "EngineError"),
+    "128 calls of 32 agents run at once": (World([[crop(0, 20)] * 4 + [END], DONE], group_size=32), [[""] * 4], "stop"),
     "a video that cannot be decoded": (World([DONE], films={BAD: 9.0}), [], "VideoError"),
     "videos too short for their share of K": (World([DONE], films={FILM: 1.0, TORN: 60.0}, k=9), [], "stop"),
 }  # fmt: skip
@@ -394,7 +395,7 @@ CASES = {
 
 @pytest.mark.parametrize("world, errors, end", CASES.values(), ids=CASES)
 def test_an_episode_ends_as_a_person_says(renderer, world, errors, end):
-    [episode] = check(world, renderer)
+    episode, *_ = check(world, renderer)
     assert [[call.error for call in episode.calls if call.turn == turn] for turn in range(len(errors))] == errors
     assert len(episode.calls) == sum(map(len, errors))
     assert (episode.error_kind or episode.main.finish) == end

@@ -147,21 +147,6 @@ def test_an_agent_without_tools_is_not_told_to_call_them():
         RolloutConfig(tools=())
 
 
-# ---- threads
-
-
-def test_agents_and_the_calls_of_a_turn_run_at_once(renderer):
-    """The engine answers no sub-agent before all 128 have asked."""
-    all_ask = threading.Barrier(128, timeout=20)
-
-    def report(prompt):
-        all_ask.wait()
-        return "seen"
-
-    episodes = play(renderer, turns("x</think>" + crop() * 4 + END, ANSWER, report=report), tasks=tasks_named(32))
-    assert all([c.error for c in e.calls] == [""] * 4 and not e.error for e in episodes)
-
-
 # ---- on disk
 
 
