@@ -7,9 +7,11 @@ import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted import END, MemoryVideos, crop, play, turns
@@ -44,56 +46,16 @@ def look(videos=None, **arguments) -> ClipForSubagent:
 
 # ---- the parser
 
-NO = "unparseable"
-WINDOW = {"start_time": 1, "end_time": 2.5}
-GOOD = crop(1, 2.5)
-KEYWORDS = "crop_video(start_time=1, end_time=2.5)"
-CALLS = {  # name: (text, the arguments or the error of each call)
-    "beside others that are broken": (GOOD + GOOD.join(f"<tool_call>{body}</tool_call>" for body in ("{oops", "[1]", '{"name": 3}')), [WINDOW, NO, WINDOW, NO, WINDOW, NO]),
-    "a call in a call ends the outer one": (f"<tool_call>\n{GOOD}\n</tool_call>", [NO, WINDOW]),
-    "begun": ("so</think><tool_call>{", [NO]),
-    "closed only": ("no call </tool_call> here", []),
-    "too long": (GOOD.replace("</tool_call>", " " * 5000 + "</tool_call>"), [NO]),
-    "closed by the other tag": (GOOD.replace("<tool_call>", "<tool_code>"), [NO]),
-    "Python in place of JSON": (f"<tool_call>{KEYWORDS}", [NO]),
-    "a string of JSON": (r'<tool_call>{"name": "crop_video", "arguments": "{\"start_time\": 1, \"end_time\": 2.5}"}</tool_call>', [WINDOW]),
-    "unclosed, because it is the format that we teach": (GOOD.removesuffix("</tool_call>") + END, [NO]),
-    "code that the next call ends": (f"<tool_code>{KEYWORDS}\n{GOOD}", [NO, WINDOW]),
-    "code of two statements, one without literals": (f"<tool_code>\n{KEYWORDS}\ncrop_video(start_time=s)\n</tool_code>", [WINDOW, NO]),
-    "code that would run": ("<tool_code>crop_video(start_time=__import__('os').getpid())</tool_code>", [NO]),
-    "code of unpacked arguments": ("<tool_code>crop_video(**{})</tool_code>", [NO]),
-    "code without a call": ("<tool_code>x = 1</tool_code>", [NO]),
-    "code of four positions": ("<tool_code>crop_video('a.mp4', 1, 2, 3)", [NO]),
-    "code of positions beside keywords": ("<tool_code>crop_video('a.mp4', start_time=1, end_time=2)", [NO]),
-    "code that prints two": (f"<tool_code>print({KEYWORDS}, {KEYWORDS})", [NO]),
-    "code that is cut off": ("<tool_code>print(crop_video(start_time=1, end_ti", [NO]),
-    "empty code": ("<tool_code>", [NO]),
-}  # fmt: skip
+CALLS = yaml.safe_load((Path(__file__).parent / "calls.yaml").read_text("utf-8"))
+TOO_LONG = crop().replace("</tool_call>", " " * 5000 + "</tool_call>")
 
 
-@pytest.mark.parametrize("text, expected", CALLS.values(), ids=CALLS)
-def test_each_call_is_read_or_fails_alone(text, expected):
-    calls = parse_calls(text, 2)
-    assert [call.error or call.arguments for call in calls] == expected
+@pytest.mark.parametrize("case", [*CALLS, {"name": "too long", "calls": ["unparseable"], "text": TOO_LONG}], ids=lambda case: case["name"])  # fmt: skip
+def test_each_call_is_read_or_fails_alone(case):
+    calls = parse_calls(case["text"], 2)
+    assert [call.error or call.arguments for call in calls] == case["calls"]
     assert all(call.turn == 2 and call.name == "crop_video" for call in calls if not call.error)
     assert all("could not be read" in call.text for call in calls if call.error)
-
-
-CODE = {
-    "a plain call": (KEYWORDS, WINDOW),
-    "print and a dotted name": (f"print(tools.{KEYWORDS})", WINDOW),
-    "positional": ("crop_video('a.mp4', 1, -2.5)", {"video_path": "a.mp4", "start_time": 1, "end_time": -2.5}),
-    "several lines": ("print(\n  crop_video(\n    start_time=1,\n    end_time=2.5,\n  )\n)", WINDOW),
-    "text around it": (f"I look:\n  print({KEYWORDS})\nThen I answer.", WINDOW),
-}
-
-
-@pytest.mark.parametrize("end", ["</tool_code>", "", "\n<|endoftext|>"])
-@pytest.mark.parametrize("code, arguments", CODE.values(), ids=CODE)
-def test_code_is_read_as_the_release_reads_it(code, arguments, end):
-    """Qwen's own way to call is `<tool_code>print(crop_video(...))` without a closing tag."""
-    [call] = parse_calls(f"I look.</think>\n<tool_code>\n{code}{end}")
-    assert (call.name, call.arguments, call.error) == ("crop_video", arguments, "")
 
 
 DEEP = {
@@ -108,7 +70,7 @@ def test_a_call_nested_more_than_16_deep_is_unparseable(call):
     """Past bug: 982 brackets were parsed, but no log or record could hold them, and the run ended."""
     for depth in (0, 14, 15, 100, 982, 1900):  # the call and its arguments are two more
         [read] = parse_calls(call % ("[" * depth + "1" + "]" * depth))
-        assert read.error == ("" if depth <= 14 else NO)
+        assert read.error == ("" if depth <= 14 else "unparseable")
 
 
 FLOODS = {"unclosed": ("<tool_call>", 3000), "nested": ("<tool_code>" + "(" * 50 + "</tool_code>", 500)}
