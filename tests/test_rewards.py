@@ -144,33 +144,6 @@ def test_a_turn_ends_by_any_token_of_the_list_if_it_was_sampled():
     assert not structural_mask(episode.main, TwoEnds())[-1]
 
 
-THOUGHT = "<think>\nThe answer is A.\n</think>\n"
-OPEN_THOUGHT = "<think>\nThe clip shows it."
-
-
-@pytest.mark.parametrize(
-    "turn, off, stated, fallback",
-    [
-        (DONE, 1, 1, 1),
-        (f"{THOUGHT}The answer is A. No, the answer is B.", 0, 1, 1),
-        (f"{THOUGHT}The correct answer is:\n\n**B. blue**", 0, 0, 1),
-        (f"{THOUGHT}{CALL}\nB", 0, 0, 1),
-        (f"{THOUGHT}ok", 0, 0, 0),  # the thought's "The answer is" does not count
-        (f"{THOUGHT}The answer is B. <answer>A</answer>", 0, 0, 0),  # a complete <answer> is what counts
-        (f"{OPEN_THOUGHT} <answer>B</answer>", 0, 1, 0),
-        (f"{OPEN_THOUGHT} The answer is B.", 0, 1, 0),
-        ("A is red.\n\nB\n", 0, 0, 1),  # without a thought, the last line
-        (LOOK.removesuffix(END_OF_TURN), 0, 0, 0),
-        ("", 0, 0, 0),
-    ],
-)
-def test_what_an_answer_without_tags_is_worth_depends_on_the_config(turn, off, stated, fallback):
-    """The release reads such answers. Without `fallback`, losing the tags would cost far more than in the paper."""
-    turn = turn.removesuffix(END_OF_TURN) + END_OF_TURN
-    for mode, worth in {"off": off, "stated": stated, "fallback": fallback}.items():
-        assert earned([LOOK, turn], cfg=RewardConfig(untagged_answer=mode))["R_acc"] == worth, mode
-
-
 # ------------------------------------------------------------------------------------------------ structural tokens
 
 
@@ -178,28 +151,6 @@ def painted(turns, renderer=None, forced="") -> str:
     renderer = renderer or Characters()
     main = episode_of_turns(turns, MCQ, renderer, forced=forced).main
     return "".join(renderer.decode([t]) for t, s in zip(main.ids, structural_mask(main, renderer), strict=True) if s)
-
-
-CALLED = f"<think></think>\n<tool_call></tool_call>{END_OF_TURN}"
-ANSWERED = f"<think></think>\n<answer></answer>{END_OF_TURN}"
-
-
-@pytest.mark.parametrize(
-    "turns, forced, paint",
-    [
-        ([LOOK, DONE], "", CALLED + ANSWERED),
-        ([DONE], "<think>\n", ANSWERED.removeprefix("<think>")),  # a forced tag earns no credit
-        # A premature end is structural.
-        ([f"<think>\nIt is B.{END_OF_TURN}"], "", f"<think>{END_OF_TURN}"),
-        ([f"<think>\nB\n</think>\n<answer>B{END_OF_TURN}"], "", f"<think></think>\n<answer>{END_OF_TURN}"),
-        # White space right after a closing tag is structural: it decides not to close again.
-        (["a\n</think>\n\n b"], "", "</think>\n"),  # after that character the decision is made
-        (["</answer> </answer>\t."], "", "</answer> </answer>\t"),
-        (["<answer>\nx </answe> \n"], "", "<answer>"),  # not after an opening or a misspelled tag
-    ],
-)
-def test_structure_is_tags_ends_and_what_follows_a_tag_and_never_their_content(turns, forced, paint):
-    assert painted(turns, forced=forced) == paint
 
 
 @pytest.mark.parametrize(
