@@ -52,6 +52,11 @@ def test_a_text_earns_what_is_known_by_hand(case):
     expected = {name: case[name] for name in PARTS & case.keys()}
     assert {name: parts[name] for name in expected} == pytest.approx(expected)
     assert parts["R"] == pytest.approx(parts["R_acc"] + cfg.w_fmt * parts["R_fmt"] + cfg.w_tool * parts["R_tool"])
+    for mode, acc in case.get("untagged", {}).items():
+        assert earned(case["turns"], cfg=RewardConfig(untagged_answer=mode))["R_acc"] == acc, mode
+    if "struct" in case:
+        assert painted(case["turns"], forced=case.get("forced", "")) == case["struct"]
+    assert case.keys() <= PARTS | {"name", "turns", "ran", "forced", "gold", "cfg", "untagged", "struct"}
 
 
 GRPO = RewardConfig(answer_suffix=False, anchor=Anchor(credit="off"))  # plain GRPO
