@@ -62,10 +62,11 @@ test-gpu:
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf .pytest_cache .ruff_cache .hypothesis
+	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -49,7 +49,7 @@ class Media:
         """Decode the frames."""
         if self.still:
             return videos.image(self.path, contract.frame_size)
-        if self.start is None:
+        if self.start is None or self.end is None:
             return videos.overview(self.path, self.nframes or contract.overview_frames, contract.frame_size)
         fps, max_frames = contract.crop_fps, contract.crop_max_frames
         return videos.window(self.path, self.start, self.end, contract.crop_size, fps, max_frames)
@@ -58,7 +58,7 @@ class Media:
         """Return which seconds of its file it shows."""
         if self.still:
             return 0.0, 0.0
-        if self.start is None:
+        if self.start is None or self.end is None:
             return 0.0, videos.info(self.path).duration
         return self.start, self.end
 
@@ -79,7 +79,7 @@ class Dialogue:
 def parse_dialogue(row: dict, origin: str, root: Path) -> Dialogue:
     """Return a row's dialogue."""
     # Read each message as texts and media.
-    contents = []
+    contents: list[tuple[str | None, list[str | Media]]] = []
     for message in read_messages(row, "messages", "an SFT row"):
         contents.append((message.get("role"), _read_parts(message, root)))
     _refuse_media_elsewhere(contents, row, root)
@@ -155,14 +155,15 @@ def _read_part(part: dict, root: Path) -> str | Media:
         url = url["url"]
     [path] = read_paths([url], root)
     nframes, start, end = options.get("nframes"), options.get("video_start"), options.get("video_end")
-    if (start is None) != (end is None) or (start is not None and not -math.inf < start < end < math.inf):
+    unordered = start is not None and end is not None and not -math.inf < start < end < math.inf
+    if unordered or (start is None) != (end is None):
         raise RowError(f"{path}: video_start = {start}, video_end = {end}: must be seconds, with start before end")
     if nframes is not None and not (isinstance(nframes, int) and nframes > 0):
         raise RowError(f"{path}: nframes = {nframes!r}: must be a whole number above 0")
     return Media(path, nframes, start, end, still=keys[0].startswith("image"))
 
 
-def _refuse_media_elsewhere(contents: list[tuple[str, list]], row: dict, root: Path) -> None:
+def _refuse_media_elsewhere(contents: list[tuple[str | None, list[str | Media]]], row: dict, root: Path) -> None:
     """Refuse a row that names media which its messages do not show. A column may repeat what they show, and with media in the
     messages a placeholder is only text."""
     rule = "SFT shows only media that are parts of messages; docs/add_a_dataset.md converts such rows"
@@ -175,7 +176,7 @@ def _refuse_media_elsewhere(contents: list[tuple[str, list]], row: dict, root: P
         for entry in entries:
             if not isinstance(entry, str) or read_paths([entry], root)[0] not in shown:
                 raise RowError(f"`{column}` names {entry!r}: {rule}")
-    asked = [part for role, parts in contents for part in parts if role in ("user", "tool")]
+    asked = [part for role, parts in contents for part in parts if role in ("user", "tool") and isinstance(part, str)]
     for placeholder in ("<video>", "<image>"):
         if not shown and any(placeholder in part for part in asked):
             raise RowError(f"{placeholder} in a text: {rule}")
@@ -184,7 +185,7 @@ def _refuse_media_elsewhere(contents: list[tuple[str, list]], row: dict, root: P
 # ------------------------------------------------------------------------------------------------ turns
 
 
-def _read_turns(role: str, parts: list[str | Media]) -> list[dict]:
+def _read_turns(role: str | None, parts: list[str | Media]) -> list[dict]:
     """Return a message's turns: none for a system prompt, one per tool response, otherwise one."""
     if role in ("system", "assistant") and any(isinstance(part, Media) for part in parts):
         raise RowError(f"the {role}'s turn shows a video or an image: move it to a user's turn or a report")
@@ -197,7 +198,7 @@ def _read_turns(role: str, parts: list[str | Media]) -> list[dict]:
     if role == "tool":
         return [{"role": "tool", "content": _strip_report(parts)}]
     if role == "assistant":
-        text = _open_turn("".join(parts))
+        text = _open_turn("".join(part for part in parts if isinstance(part, str)))
         if not text:
             raise RowError("a turn of the assistant is empty: write its text into `content`, or drop the row")
         return [{"role": "assistant", "content": [text]}]

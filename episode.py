@@ -66,7 +66,7 @@ class Trajectory:
     finish: str = ""  # why the last turn ended: stop | length
     call_clips: list[Clip] = field(default_factory=list)  # clips that its calls returned (`tool_return: frames`)
     structural: list[int] = field(default_factory=list)  # 1 = sampled, in struct(o); rewards.py fills the main agent's
-    loss_weights: Sequence[float] = field(default=(), compare=False)  # A_i,t in RL, w_t in SFT; not in records
+    loss_weights: Sequence[float] | np.ndarray = field(default=(), compare=False)  # RL: A_i,t; SFT: w_t; not in records
 
     @property
     def n_sampled(self) -> int:

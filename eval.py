@@ -32,14 +32,14 @@ from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, load_sp
 from evals.protocols import Prompting, run_protocol
 from evals.results import read_results, resume
 from rewards import RewardConfig, score, turn_texts
-from rollout import AgentContext, RolloutConfig, derive_seed
+from rollout import AgentContext, Dispatch, RolloutConfig, derive_seed
 from runtime.answers import Judge, JudgeError, final_answer
 from runtime.api import ApiJudge, require_api
 from runtime.checkpoints import on_the_hub, weights_digest
 from runtime.config import ConfigError
 from runtime.dataset import DataError
 from runtime.engine import Api, run_all
-from runtime.folder import hold_folder, refuse_other_weights, require_folder, save_run
+from runtime.folder import ScriptConfig, hold_folder, refuse_other_weights, require_folder, save_run
 from runtime.lines import append_line, write_lines
 from runtime.open_engine import for_this_machine, open_engine, require_servers
 from runtime.policy import MODELS
@@ -52,7 +52,7 @@ from tools import schemas_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalConfig:
+class EvalConfig(ScriptConfig):
     """One evaluation: one model on some splits."""
 
     run: str = ""
@@ -62,11 +62,11 @@ class EvalConfig:
     published numbers. Empty: X."""
     checkpoint: str
     """A Hugging Face folder, or its name on the hub."""
-    splits: dict[Literal[*SPLITS], str]
+    splits: dict[Literal[*SPLITS], str]  # type: ignore[valid-type]  # mypy wants the words written out
     """Split -> folder of its dataset."""
     frames: tuple[int, ...] = (64,)
     """Values of K, the number of overview frames. Every split is asked once per K."""
-    arms: tuple[Literal["parallel", "sequential", "none"], ...] = ("parallel",)
+    arms: tuple[Dispatch, ...] = ("parallel",)
     """How the protocol `agent` calls tools (`rollout.dispatch`). Every split is asked once per arm."""
     prompting: Prompting = Prompting()
     rollout: RolloutConfig = RolloutConfig(temperature=0.0, think_prefix=None, server_gpus=None, concurrency=None)
@@ -128,7 +128,7 @@ def ask_item(
             episode.fail(error)
 
     # The format, of our own agent only: with the default weights, whatever it was trained with, so that f compares.
-    format_rewards = {}
+    format_rewards: dict[str, float] = {}
     if cfg.agentic and not episode.error_kind:
         parts = score(episode, context.renderer, RewardConfig())
         format_rewards = {"f": parts["f"], "well_formed": parts["well_formed"]}
@@ -181,7 +181,7 @@ def main(cfg: EvalConfig, dry: bool = False) -> int:
     # Refuse what cannot work, in the order of cost.
     jobs = list_jobs(cfg)
     require_folder(cfg)
-    folder = None
+    folder: Path | None = None
     if dry and on_the_hub(cfg.checkpoint):
         note_not_looked_up(cfg.checkpoint)
     else:
@@ -196,6 +196,7 @@ def main(cfg: EvalConfig, dry: bool = False) -> int:
 
     # Ask the remaining items. No config and no result is written before the engine is up.
     if left:
+        assert folder is not None  # only a dry run may have none
         # config.yaml keeps each null, so that the same command resumes. Only the engine and the agents get the values.
         rollout = for_this_machine(as_trained(cfg.rollout, folder))
         logs = Path(cfg.run) / "logs"
@@ -226,7 +227,7 @@ class Job:
     split: str
     k: int
     arm: str  # of our agent, its dispatch; of other models, the protocol
-    dispatch: str
+    dispatch: Dispatch
     items: list[Item]  # the first `limit` of the split, or all
     whole: bool  # these are all items of the split
     path: Path
@@ -287,7 +288,7 @@ def run_job(job: Job, context: AgentContext, cfg: EvalConfig) -> None:
 
         try:
             pending = {i: partial(ask, item) for i, item in enumerate(items)}
-            run_all(context.engine, pending, context.cfg.concurrency)
+            run_all(context.engine, pending, context.cfg.at_once)
         finally:
             context.stopped.set()  # after an error, no episode starts another turn
 
@@ -347,7 +348,7 @@ def require_engine(cfg: EvalConfig, folder: Path | None) -> None:
     require_servers(rollout)
     if rollout.uses_servers or not folder:  # servers support more models; without a folder the model is unknown
         return
-    family = read_json(folder / "config.json")["model_type"]
+    family = (read_json(folder / "config.json") or {}).get("model_type")
     if family not in MODELS:
         raise ConfigError(
             f"checkpoint = {cfg.checkpoint!r}: this process runs {' and '.join(MODELS)}, not {family!r}; "
@@ -358,6 +359,7 @@ def require_engine(cfg: EvalConfig, folder: Path | None) -> None:
 if __name__ == "__main__":
     if len(sys.argv) > 1 and sys.argv[1] in tables.COMMANDS:
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process quietly
-        sys.exit(tables.main(sys.argv[1:]))
+        tables.main(sys.argv[1:])
+        sys.exit()
     cfg, args = command_line(EvalConfig, __doc__, rows.load)
     run_script(partial(main, dry=args.dry_run), cfg)

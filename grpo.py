@@ -87,8 +87,8 @@ def assign_advantages(groups: Sequence[Group], cfg: GRPOConfig, anchor: Anchor) 
     mine = [episode for group in groups for episode in group.ran]
     if cfg.normalise == "batch":
         # A_i <- A_i / max(std_batch A, floor). The std (of n) is over all episodes of all ranks. A_anchor_i is unchanged.
-        batch = sum(gather([episode.advantage for episode in mine]), [])
-        std = max(np.std(batch or [0.0]), STD_FLOOR)
+        batch: list[float] = sum(gather([episode.advantage for episode in mine]), [])
+        std = max(float(np.std(batch or [0.0])), STD_FLOOR)
         for episode in mine:
             episode.advantage /= std
 
@@ -198,10 +198,10 @@ def accumulate(
     # Average over the learned tokens: those of skipped groups are not among them. The loss is already divided by all tokens.
     totals = sum_over_ranks(sums)
     learned_tokens = totals.pop("tokens")
-    loss = totals.pop("loss")
+    mean_loss = totals.pop("loss")
     measured = {name: value / max(1.0, learned_tokens) for name, value in totals.items()}
     measured["logprob_gap_max"] = float(np.max(gather(largest_gap)))
-    return measured | {"loss": loss, "learned_tokens": learned_tokens}
+    return measured | {"loss": mean_loss, "learned_tokens": learned_tokens}
 
 
 def micro_batch_losses(

@@ -111,7 +111,7 @@ class RLConfig(RunConfig):
 
     @property
     def think_prefix(self) -> bool:
-        return self.rollout.think_prefix
+        return bool(self.rollout.think_prefix)
 
     @property
     def choices_of_k(self) -> tuple[int, ...]:
@@ -302,14 +302,14 @@ class Sampler:
                 self.dataset.reject(draw.origin, first.error_text)
         return groups, time.perf_counter() - started
 
-    def draw(self, step: int) -> tuple[list[Draw], list[int]]:
+    def draw(self, step: int) -> tuple[list[Draw[Task]], list[int]]:
         """Draw this rank's rows of a step, and K for each (nFrames gating)."""
         cfg = self.cfg
         draws = self.dataset.batch(step, cfg.batch_tasks, rank(), world_size())
         ks = [draw_k(draw.item.id, draw.epoch, cfg.choices_of_k, cfg.seed) for draw in draws]
         return draws, ks
 
-    def look_ahead(self, draws: list[Draw], ks: list[int]) -> None:
+    def look_ahead(self, draws: list[Draw[Task]], ks: list[int]) -> None:
         """Decode a batch's overviews into the cache of `videos`."""
         for draw, k in zip(draws, ks):
             with contextlib.suppress(VideoError):  # the request that needs it raises again
@@ -453,9 +453,9 @@ def plan_rl(cfg: RLConfig, gpus: int) -> list[Plan]:
         # Episodes of this node that run at once.
         nodes = max(1, world_size() // local_size())
         of_this_node = math.ceil(cfg.batch_tasks / nodes) * cfg.grpo.group_size
-        episodes = min(of_this_node, rollout.concurrency * gpus)
+        episodes = min(of_this_node, rollout.at_once * gpus)
         engine = plan_servers(cfg.policy, rollout, cfg.visual, episodes, cfg.grpo.group_size, rollout.max_new_tokens)
-        if not set(rollout.server_gpus) & set(range(gpus)):
+        if not set(rollout.gpus) & set(range(gpus)):
             return [training, engine]
     else:
         engine = plan_inprocess(cfg.policy, rollout.max_batch_tokens)
@@ -466,7 +466,7 @@ def check_row(
     row: dict, name: str, root: Path, cfg: RLConfig, renderer: Renderer, videos: Videos
 ) -> tuple[int, list[str]]:
     """Return the length of a row's prompt at the largest K, and no oddities."""
-    context = AgentContext(None, renderer, videos, cfg.rollout)
+    context = AgentContext(Engine(), renderer, videos, cfg.rollout)
     return len(render_prompt(parse_task(row, name, root), max(cfg.choices_of_k), context).ids), []
 
 

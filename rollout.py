@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 from weakref import WeakValueDictionary
 
 from episode import NO_PROMPT, Call, Episode, Group, Prompt, Task, Trajectory
@@ -36,6 +36,7 @@ from runtime.video import Clip, VideoError, Videos
 from runtime.visual import ContractError, VisualContract
 from tools import TOOLS, ClipForSubagent, ToolError, parse_calls, run_tool, schemas_of
 
+Dispatch = Literal["parallel", "sequential", "none"]
 # Texts that the main agent reads when a call did not run to its end, or when no more calls are allowed.
 GIVEN_UP = "This call took too long and was given up."
 UNREADABLE = "This part of the video could not be read."
@@ -61,9 +62,9 @@ class SubagentConfig:
 class RolloutConfig(EngineConfig):
     """How an agent runs, and which engine samples its tokens."""
 
-    tools: tuple[Literal[*TOOLS], ...] = ("crop_video",)
+    tools: tuple[Literal[*TOOLS], ...] = ("crop_video",)  # type: ignore[valid-type]  # mypy wants the words written out
     """Tools that the main agent is offered, by their names in tools.py."""
-    dispatch: Literal["parallel", "sequential", "none"] = "parallel"
+    dispatch: Dispatch = "parallel"
     """parallel: all calls of a turn run at once. sequential: one call per turn, with the same total. none: no tools."""
     tool_return: Literal["subagent", "frames"] = "subagent"
     """What the main agent gets from a video tool: a sub-agent's report, or the frames themselves."""
@@ -99,7 +100,7 @@ class AgentContext:
     renderer: Renderer
     videos: Videos
     cfg: RolloutConfig
-    observe: Callable[[str, Any], None] = lambda event, what: None
+    observe: Callable[[str, str | Call], None] = lambda event, what: None
     """Receives each event as it happens: ("turn", its text), ("clip", the Call), ("report", the Call). `ask` prints them."""
     stopped: threading.Event = field(default_factory=threading.Event)
     """Once it is set, no agent starts another turn."""
@@ -112,7 +113,7 @@ class Stopped(Exception):
     """The run is ending, so this episode was not finished."""
 
 
-def derive_seed(*parts: Any) -> int:
+def derive_seed(*parts: object) -> int:
     """Hash the parts to a seed, the same in every process."""
     return int.from_bytes(hashlib.sha256("/".join(map(str, parts)).encode()).digest()[:8], "big") >> 1
 
@@ -154,7 +155,7 @@ def agent_flow(cfg: RolloutConfig) -> Flow:
         use_tool=look_closely,
         reply=report_all,
         closing=closing,
-        think_prefix=cfg.think_prefix,
+        think_prefix=bool(cfg.think_prefix),
     )
 
 
@@ -316,7 +317,7 @@ def sample_turn(
 def run_calls(context: AgentContext, flow: Flow, episode: Episode, calls: list[Call], seed: int) -> list[Call]:
     """Run the calls of one turn in parallel. Return them with their outcomes, in call order."""
     # Calls that could not be parsed already have their error. Of the others, run the first `calls_per_turn`.
-    jobs = {}
+    jobs: dict[int, Callable[[], Call]] = {}
     for i, call in enumerate(calls):
         if not call.error and len(jobs) < flow.calls_per_turn:
             jobs[i] = functools.partial(run_call, context, flow, episode, call, derive_seed(seed, i))
@@ -434,7 +435,7 @@ def rollout(
                 for g in range(group_size):
                     episode_seed = derive_seed(seed, step, group.task.id, copies[i] * group_size + g)
                     jobs[i, g] = functools.partial(run_one, context, group, prompt, episode_seed)
-            episodes = run_all(context.engine, jobs, context.cfg.concurrency)
+            episodes = run_all(context.engine, jobs, context.cfg.at_once)
     except BaseException:
         context.stopped.set()
         raise

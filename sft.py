@@ -17,7 +17,7 @@ Deliberately missing: a setting for gradient accumulation (packing decides it), 
 
 import re
 import time
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -51,17 +51,17 @@ from runtime.script import command_line, note_not_looked_up, open_checkpoint, re
 from runtime.video import Videos
 from tools import TOOLS, parse_calls, schemas_of
 
+TokenKind = Literal["prose", "arguments", "untagged_answer", "answer", "structure"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(RunConfig):
     """One SFT run."""
 
-    tools: tuple[Literal[*TOOLS], ...] = ("crop_video",)
+    tools: tuple[Literal[*TOOLS], ...] = ("crop_video",)  # type: ignore[valid-type]  # mypy wants the words written out
     """Tools that the prompt offers, by their names in tools.TOOLS."""
     optim: OptimConfig = OptimConfig(lr=2e-5, schedule="cosine", warmup=0.05)
-    kind_weights: dict[Literal["prose", "arguments", "untagged_answer", "answer", "structure"], float] = field(
-        default_factory=dict
-    )
+    kind_weights: dict[TokenKind, float] = field(default_factory=dict)
     """w_t by kind of target token; 1 for all other kinds. The source's loss_weight multiplies it."""
     steps: int = 500
     batch_rows: int = 64
@@ -168,7 +168,7 @@ def batch_loss(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
     batch = batch + [empty] * (max(gather(len(batch))) - len(batch))
 
     total = sum(gather(sum(micro.weight for micro in batch)))  # sum_t w_t over all ranks
-    sums = Counter(loss=0.0, tokens=0.0)  # an empty batch adds no other keys
+    sums: dict[str, float] = defaultdict(int, loss=0.0, tokens=0.0)  # an empty batch adds no other keys
     for micro in batch:
         output = policy(micro.bundles)
         nll = -output.logprobs  # [N]
@@ -185,12 +185,12 @@ def batch_loss(policy: Policy, batch: list[MicroBatch]) -> dict[str, float]:
             sums[f"targets_{kind}"] += int(chosen.sum())
 
     # A batch or a kind without targets has no loss.
-    sums = Counter(sum_over_ranks(sums))
+    sums = sum_over_ranks(sums)
     measured = {"tokens": sums["tokens"]}
     if total:
         measured["loss"] = sums["loss"]
     for kind in TOKEN_KINDS:
-        if sums[f"targets_{kind}"]:
+        if sums.get(f"targets_{kind}"):
             measured[f"loss_{kind}"] = sums[f"nll_{kind}"] / sums[f"targets_{kind}"]
     return measured
 
@@ -306,7 +306,7 @@ class Batches:
 
 # Patterns for the kinds of text in an assistant's turn. Group 1 of a match is text of that kind. A later kind overwrites an
 # earlier one. All other text is prose.
-KIND_PATTERNS = {
+KIND_PATTERNS: dict[TokenKind, re.Pattern] = {
     "arguments": re.compile(r"<tool_call>(.*?)</tool_call>", re.S),
     "untagged_answer": re.compile(r"answer is ([^\n<.]+)", re.I),
     "answer": re.compile(r"<answer>(.*?)</answer>", re.S),
@@ -315,9 +315,9 @@ KIND_PATTERNS = {
 TOKEN_KINDS = ("prose", *KIND_PATTERNS)
 
 
-def target_kinds(row: Trajectory, renderer: Renderer) -> list[str]:
-    """Return the kind of each target token, one of TOKEN_KINDS."""
-    kinds = []
+def target_kinds(row: Trajectory, renderer: Renderer) -> list[TokenKind]:
+    """Return the kind of each target token."""
+    kinds: list[TokenKind] = []
     edges = np.flatnonzero(np.diff([0, *row.mask, 0]))  # start, end, start, end, ... of the assistant's turns
     for start, stop in zip(edges[::2], edges[1::2]):
         turn = row.ids[start:stop]
@@ -330,16 +330,16 @@ def target_kinds(row: Trajectory, renderer: Renderer) -> list[str]:
     return kinds
 
 
-def character_kinds(text: str) -> list[str]:
+def character_kinds(text: str) -> list[TokenKind]:
     """Return the kind of each character, and one more `prose` for a token without characters at the end of the text."""
-    kinds = ["prose"] * (len(text) + 1)
+    kinds: list[TokenKind] = ["prose"] * (len(text) + 1)
     for kind, pattern in KIND_PATTERNS.items():
         for match in pattern.finditer(text):
             kinds[match.start(1) : match.end(1)] = [kind] * len(match[1])
     return kinds
 
 
-def token_kind(kinds: list[str]) -> str:
+def token_kind(kinds: list[TokenKind]) -> TokenKind:
     """Return the kind of the token with these characters. In a token of tag and content, the last content decides, unlike
     in rewards.structural_mask: `>B` and `]</` hold a piece of a tag and of an answer, and count as answer."""
     content = [kind for kind in kinds if kind != "structure"]

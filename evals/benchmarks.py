@@ -20,6 +20,7 @@ import urllib.parse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from data import add_options, bare_options, listed_in_other_order, listed_options, parse_task, read_options
 from episode import Task
@@ -50,7 +51,7 @@ class Item:
 
 
 # What `grade` returns. A prediction is a letter, "[start, end]" in seconds, or text. None: nothing could be read.
-UNGRADED = {"prediction": None, "score": 0.0, "judged": False}
+UNGRADED: dict[str, Any] = {"prediction": None, "score": 0.0, "judged": False}
 
 
 class Files:
@@ -58,7 +59,7 @@ class Files:
 
     def __init__(self, root: Path):
         self.root = root
-        self._paths = {}  # key of a name -> path
+        self._paths: dict[str, str] = {}  # key of a name -> path
         for folder, folders, names in os.walk(root, followlinks=True):
             folders.sort()
             for name in sorted(names):
@@ -152,7 +153,7 @@ def _choice(id: str, question: str, options: Sequence[str], gold: str, video: st
     return Item(Task(id, question, (video,), "mcq", gold, options))
 
 
-def _without_fillers(options: list[str | None]) -> list[str]:
+def _without_fillers(options: list) -> list:
     """Drop fillers at the end only, so that every option keeps its position and its letter."""
     while options and options[-1] in ("N/A", "", None):
         options.pop()

@@ -39,7 +39,7 @@ from runtime.prompts import Live
 from runtime.render import END_OF_TURN, Renderer, clock
 from runtime.video import Clip, VideoError, VideoInfo, uniform_indices
 from runtime.visual import ContractError
-from tools import MAX_DEPTH, ToolError, is_deeper, parse_calls, read_number, run_tool
+from tools import MAX_DEPTH, ClipForSubagent, ToolError, is_deeper, parse_calls, read_number, run_tool
 
 WORDS = read_tree(Path(__file__).with_suffix(".yaml"))  # protocol -> name -> text
 PLACE = re.compile(r"(\{\{\w+\}\}|\{\w+\})")  # {question}, or {{word}} for the word in braces
@@ -82,12 +82,12 @@ def run_protocol(context: AgentContext, item: Item, k: int, seed: int, cfg: Prom
         if item.subtitles or not ours:  # render_prompt samples the agent's overview itself
             size = context.renderer.contract.frame_size(info.width, info.height)
             frames = [context.videos.frames(info.path, overview_indices(info, k, protocol.overview_fps), size)]
-            task = with_subtitles(item, frames[0].times)
+            task = with_subtitles(item, [time for time in frames[0].times if time is not None])
 
         # Write the prompt. `request` is the text of the task's kind; our agent reads it in place of the question.
         words = Words(cfg.texts, values_of(task, item.caption, info.duration) | {"frames": frames})
         words.values["request"] = words.fill(task.kind)
-        if ours:
+        if protocol.flow is None:  # ours
             prompt = render_prompt(replace(task, question="".join(words.values["request"])), k, context)
             flow = agent_flow(context.cfg)
         else:
@@ -128,7 +128,7 @@ class Words:
         """Return the text of this name as parts of a message. The values of its places may come from outside, so they
         are inert: they cannot become control tokens."""
         values = self.values | more
-        parts = []
+        parts: list = []
         for piece in PLACE.split(self.texts[name]):
             inner = piece[1:-1]
             if not PLACE.fullmatch(piece):
@@ -238,8 +238,9 @@ def find_clips(text: str, turn: int) -> list[Call]:
 
 def show_unseen(context: AgentContext, episode: Episode, call: Call, seed: int) -> Call:
     """Show frames of the clips, evenly spread over those not seen yet."""
-    spans = [parse_span(clip) for clip in re.split(r"[,;\n]", call.arguments["clips"])]
-    if None in spans:
+    texts = re.split(r"[,;\n]", call.arguments["clips"])
+    spans = [span for span in map(parse_span, texts) if span]
+    if len(spans) < len(texts):
         raise ToolError("unparseable", "The clips could not be read. Write HH:MM:SS-HH:MM:SS,HH:MM:SS-HH:MM:SS.")
     info = context.videos.info(episode.task.videos[0])
     seen = {t for clip in episode.main.clips for t in clip.times}
@@ -278,6 +279,7 @@ def longvt(words: Words) -> Flow:
 
 def show_window(words: Words, context: AgentContext, episode: Episode, call: Call, seed: int) -> Call:
     clip = run_tool(call, episode.task, ("crop_video",), context.videos, context.renderer.contract)
+    assert isinstance(clip, ClipForSubagent)
     call = replace(call, window=clip.window, clips=[clip.frames])
     return replace(call, text="".join(describe_frames(words, call)))
 
@@ -292,6 +294,7 @@ def reply_with_windows(words: Words, calls: list[Call], last: bool) -> list[list
 
 
 def describe_frames(words: Words, call: Call) -> list:
+    assert call.window is not None
     start, end = call.window
     return words.fill("shown", count=str(len(call.clips[0])), start=f"{start:.1f}", end=f"{end:.1f}")
 

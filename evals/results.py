@@ -78,7 +78,7 @@ def read_run(run: str | Path) -> dict[Path, Results]:
 def read_runs(runs: Sequence[str | Path]) -> list[Results]:
     """Read the results of several runs, for one table. Runs of one name share a row."""
     all_results = []
-    paths = {}  # cell of the table -> its file
+    paths: dict[tuple, Path] = {}  # cell of the table -> its file
     for run in runs:
         for path, results in read_run(run).items():
             cell = (results.name, results.arm, results.k, results.split)

@@ -289,7 +289,7 @@ def gain_text(ours: Results, base: Results) -> str:
 
 def rates(records: Sequence[dict]) -> dict[str, float]:
     """Return the shares of items without a good answer, in percent."""
-    totals = Counter()
+    totals: Counter[str] = Counter()
     for record in records:
         refused = record["error"].startswith("Refusal: ")  # begins with Episode.error_kind
         totals["error_rate"] += bool(record["error"]) and not refused

@@ -125,6 +125,7 @@ def score_answer(
         gold_span = parse_span(gold)
         return span, iou(span, gold_span) if span and gold_span else 0.0
     if open_answer == "judge":
+        assert judge is not None, "open_answer = judge, without a judge"
         return text, judge(task.question, gold, text)
     if open_answer == "exact":
         return text, float(normalise(text) == normalise(gold))

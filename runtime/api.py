@@ -12,6 +12,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import requests
@@ -43,7 +44,7 @@ def require_api(api: Api) -> None:
         raise ConfigError(f"{api.model!r} fails a first small request: {error}; {fix}") from None
 
 
-def ask(api: Api, messages: list[dict], **settings) -> tuple[str, str]:
+def ask(api: Api, messages: list[dict], **settings) -> tuple[str, Literal["stop", "length"]]:
     """Return the reply's text and "stop" or "length". Raise Refusal or EngineError."""
     key = key_of(api)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -108,8 +109,8 @@ class OpenAI(Engine):
         begin, end, image, *_ = control
         pictures = [pixels for clip in clips for pixels in clip.pixels]
         messages = []
-        content = []  # parts of the current turn
-        text = []  # ids of the current text
+        content: list[dict] = []  # parts of the current turn
+        text: list[int] = []  # ids of the current text
         for token in self.renderer.compact(ids):
             if token not in control:
                 text.append(token)

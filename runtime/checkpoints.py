@@ -25,7 +25,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ def find_checkpoint(name: str | Path, weights: bool = True) -> Path:
     if not folder.is_dir():
         if not on_the_hub(name):
             raise ConfigError(f"{name}: neither a folder nor a model on the hub; training leaves one in RUN/model")
-        only = None if weights else ("*.json", "*.jinja", "*.txt")
+        only = None if weights else ["*.json", "*.jinja", "*.txt"]
         try:  # all ranks call it: the hub's cache locks each file, so each file is downloaded once
             folder = Path(snapshot_download(str(name), allow_patterns=only))
         except (HFValidationError, OSError) as error:  # OSError: every error of the hub
@@ -147,7 +147,8 @@ def load_policy(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: boo
     if not train:
         policy.requires_grad_(False).to(dtype)
     if policy.vision_frozen:
-        policy.vision.to(dtype)
+        tower: nn.Module = policy.vision  # transformers' own `to` has a type that refuses every call
+        tower.to(dtype)
 
     # Compile the text blocks, wrap all blocks for recomputation, then shard.
     blocks = list(policy.text.layers)
@@ -168,7 +169,7 @@ def load_policy(cfg: PolicyConfig, never_sampled: Sequence[int] = (), train: boo
     policy.to_empty(device=device)
     policy.model.tie_weights()
     # No checkpoint holds the rotary buffers, and to_empty leaves garbage in them, so compute them.
-    policy.text.rotary_emb = type(policy.text.rotary_emb)(policy.text.config).to(device)
+    policy.text.rotary_emb = type(policy.text.rotary_emb)(policy.text.config).to(device)  # type: ignore[arg-type]  # its own config
     rotary = policy.vision.rotary_pos_emb
     for name, buffer in list(rotary.named_buffers()):  # one buffer; from transformers 5.24 on, two equal ones
         angles = torch.arange(len(buffer), dtype=torch.float32)
@@ -191,9 +192,9 @@ def shard(policy: Policy, blocks: Sequence[nn.Module], dtype: torch.dtype, devic
     precision = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
     for unit in (*blocks, policy):
         # The root must reshard as well. After a pass without backward it would stay gathered and miss the next update.
-        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=True, ignored_params=whole)
-        unit.set_gradient_divide_factor(1.0)  # sum the gradients of all ranks
-        unit.set_force_sum_reduction_for_comms(True)
+        sharded = fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=True, ignored_params=whole)
+        sharded.set_gradient_divide_factor(1.0)  # sum the gradients of all ranks
+        sharded.set_force_sum_reduction_for_comms(True)
 
 
 @contextlib.contextmanager
@@ -217,7 +218,7 @@ def refuse_quantized(folder: Path) -> None:
                     raise ConfigError(f"{file}: {name} is stored as {dtype}: {rule}")
 
 
-def _read_weights(model: nn.Module, path: Path) -> None:
+def _read_weights(model: PreTrainedModel, path: Path) -> None:
     """Fill every parameter from the safetensors files. If it is sharded, read only this rank's rows."""
     ours = {published: name for name, published in published_names(model).items()}
     missing = dict(model.named_parameters())  # a tied head is listed once
@@ -264,7 +265,7 @@ def published_names(model: PreTrainedModel) -> dict[str, str]:
     return names
 
 
-def refuse_not_finite(weights: dict[str, Tensor], where: str) -> None:
+def refuse_not_finite(weights: Mapping[str, Tensor], where: str) -> None:
     """Raise ConfigError on every rank if any rank holds a weight that is not finite. The error names the weight."""
     broken = []
     for name, weight in weights.items():

@@ -36,7 +36,7 @@ class ConfigError(UserError):
 class Loader(yaml.SafeLoader):
     """YAML whose keys stand once in their mapping. YAML itself takes the last of two."""
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
@@ -113,7 +113,7 @@ def build(cls: type, tree: dict, prefix: str, defaults: Any = None) -> Any:
     """Build a dataclass from a mapping, and check each value against its type hint. Missing keys take their value from the
     instance `defaults`, if it is given."""
     hints = typing.get_type_hints(cls)
-    values = {}
+    values: dict[str, Any] = {}
     if defaults is not None:
         values |= vars(defaults)
     for key, value in tree.items():
@@ -158,7 +158,7 @@ def _coerce(hint: Any, value: Any, key: str, default: Any = None) -> Any:
         return tuple(_coerce(args[0], item, f"{key}[{i}]") for i, item in enumerate(value))
 
     # a section, in place or in a file of its own
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         if isinstance(value, str) and value.endswith((".yaml", ".yml")):
             value = read_tree(Path(value))
         if not isinstance(value, dict):
@@ -194,7 +194,7 @@ def differences(was: Any, now: Any, name: str = "") -> dict[str, str]:
         return {}
     if not isinstance(was, dict) or not isinstance(now, dict):
         return {name: f"{name}: {was!r}, now {now!r}"}
-    changed = {}
+    changed: dict[str, str] = {}
     for key in was | now:
         changed |= differences(was.get(key), now.get(key), f"{name}.{key}" if name else key)
     return changed

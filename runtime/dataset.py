@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -29,6 +29,7 @@ from runtime.distributed import print0
 from runtime.lines import printable
 from runtime.video import VideoError
 
+Parsed = TypeVar("Parsed")  # what `parse` makes of a row: a Task or a Dialogue
 log = logging.getLogger(__name__)
 _logged: set[type] = set()  # exception types whose traceback this process has logged
 
@@ -159,25 +160,25 @@ class Rows:
         return decode_json(self._rows[i], "the line")
 
 
-class Draw(NamedTuple):
+class Draw(NamedTuple, Generic[Parsed]):
     """A row of a batch."""
 
-    item: Any  # what `parse` makes of a row: a Task or a Dialogue
+    item: Parsed
     epoch: int
     loss_weight: float  # of its source
     origin: str  # the row's name, file:row, by which it is rejected
     copy: int  # how many times the row stands earlier in the batch of all ranks
 
 
-class Dataset:
+class Dataset(Generic[Parsed]):
     """An endless, seeded shuffle of the sources' rows, read by step number."""
 
     # parse(row, its name, where relative paths start)
-    def __init__(self, cfg: DataConfig, parse: Callable[[dict, str, Path], Any]):
+    def __init__(self, cfg: DataConfig, parse: Callable[[dict, str, Path], Parsed]):
         self.cfg = cfg
         self._parse = parse
-        self._first = []  # (source, its rows)
-        self._mixture = []
+        self._first: list[tuple[Source, Rows]] = []
+        self._mixture: list[tuple[Source, Rows]] = []
         for source in cfg.sources:
             pool = self._first if source.first else self._mixture
             pool.append((source, Rows(source.path)))
@@ -191,7 +192,7 @@ class Dataset:
         paths = {rows.path for rows in opened}
         files_called = Counter(path.name for path in paths)
         self._names = {path: path.name if files_called[path.name] == 1 else path for path in paths}
-        self._epoch = None  # the epoch whose order is in memory
+        self._epoch: int | None = None  # the epoch whose order is in memory
         self._order = np.zeros((2, 0), int)
         for (source, rows), count in zip(pools, _draws(pools)):
             if len(rows) and not count:
@@ -204,10 +205,10 @@ class Dataset:
         """Return the number of rows in an epoch of the mixture."""
         return sum(_draws(self._mixture))
 
-    def batch(self, step: int, size: int, rank: int = 0, world: int = 1) -> list[Draw]:
+    def batch(self, step: int, size: int, rank: int = 0, world: int = 1) -> list[Draw[Parsed]]:
         """Return this rank's share of a step's batch. It is shorter if rows are bad."""
         draws = []
-        copies = Counter()  # the row's name -> how many times it has been drawn, by all ranks
+        copies: Counter[str] = Counter()  # the row's name -> how many times it has been drawn, by all ranks
         drawn = max(self.total, (step + 1) * size)  # by all ranks, at least one epoch; each later one is dealt out anew
         self._rows_in_share = min(self.total, drawn // world)
         for i in range(size):

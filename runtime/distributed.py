@@ -10,8 +10,8 @@ import functools
 import math
 import os
 import warnings
-from collections import Counter, defaultdict
-from typing import Any
+from collections import defaultdict
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from runtime.processes import end_with_parent
 
 # ------------------------------------------------------------------------------------------------ ranks
 
+T = TypeVar("T")
 TIMEOUT = datetime.timedelta(hours=2)  # for barrier() and gather(): ranks wait there for episodes, judges, a download
 NCCL_TIMEOUT = datetime.timedelta(minutes=30)  # gloo has just synchronised the ranks: a long wait means one is lost
 
@@ -32,7 +33,7 @@ def init_distributed() -> None:
         return
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    group = {}
+    group: dict[str, Any] = {}
     if "RANK" not in os.environ:
         group = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     else:
@@ -75,7 +76,7 @@ def own_device() -> torch.device:
     return torch.device("cpu")
 
 
-def print0(*values: Any) -> None:
+def print0(*values: object) -> None:
     if rank() == 0:
         print(*values, flush=True)
 
@@ -86,26 +87,27 @@ def barrier() -> None:
         dist.monitored_barrier(gloo(), TIMEOUT, wait_all_ranks=True)
 
 
-def gather(value: Any) -> list[Any]:
+def gather(value: T) -> list[T]:
     """Return the value of every rank, on every rank."""
     if world_size() == 1:
         return [value]
-    values = [None] * world_size()
+    values: list = [None] * world_size()
     dist.all_gather_object(values, value, group=gloo())
     return values
 
 
 def sum_over_ranks(values: dict[str, float]) -> dict[str, float]:
     """Return the sum by name. Names can differ between ranks."""
-    sums = Counter()
+    sums: dict[str, float] = defaultdict(int)
     for values_of_rank in gather(values):
-        sums.update(values_of_rank)
+        for name, value in values_of_rank.items():
+            sums[name] += value
     return dict(sums)
 
 
 def mean_over_ranks(values: dict[str, list[float]]) -> dict[str, float]:
     """Return the mean by name, over all values of all ranks. Names can differ between ranks."""
-    pooled = defaultdict(list)
+    pooled: dict[str, list[float]] = defaultdict(list)
     for values_of_rank in gather(values):
         for name, some in values_of_rank.items():
             pooled[name] += some

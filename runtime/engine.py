@@ -12,15 +12,18 @@ evaluation only: its log-probs are 0, and it bans nothing.
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 from episode import Prompt
 from runtime.config import ConfigError, UserError
 from runtime.video import Clip
+
+K = TypeVar("K")  # name of a job
+T = TypeVar("T")  # its result
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ class Sample:
 
 class Engine:  # every engine has its own `generate`; the other methods may do nothing
     version: int
-    servers = ()  # SGLang's, those in use
+    servers: Sequence = ()  # SGLang's, those in use
 
     def generate(
         self, prompt: Prompt, ids: list[int], clips: Sequence[Clip], *, max_new_tokens: int, temperature: float,
@@ -43,6 +46,7 @@ class Engine:  # every engine has its own `generate`; the other methods may do n
     ) -> Sample:  # fmt: skip
         """Sample a continuation of the prompt and `ids`, up to an end-of-turn token, a token in `stop` or `max_new_tokens`.
         `clips`: those of `ids`. The engine prefills a prompt once for all requests that hold the same object."""
+        raise NotImplementedError
 
     def announce(self, change: int) -> None:
         """Tell the engine that `change` more threads (fewer if negative) are about to call `generate`."""
@@ -63,13 +67,13 @@ class EngineLost(UserError):
 
 
 def run_all(
-    engine: Engine, jobs: dict[Any, Callable], at_once: int, timeout: float | None = None, nested: bool = False
-) -> dict[Any, Any]:
+    engine: Engine, jobs: Mapping[K, Callable[[], T]], at_once: int, timeout: float | None = None, nested: bool = False
+) -> dict[K, T]:
     """Run jobs that call the engine, each in a thread, at most `at_once` at a time. Return their results by name. After
     `timeout` seconds, stop waiting: the other threads run on, and their results are dropped. A job that raises ends the wait at
     once, with its error. `nested`: this thread is itself a job of another run_all."""
     callers = ActiveCallers(engine, jobs, at_once, nested)
-    futures: dict[Any, Future] = {}
+    futures: dict[K, Future[T]] = {}
     try:
         with thread_pool(max(1, min(at_once, len(jobs)))) as pool:
             for name, job in jobs.items():
@@ -104,7 +108,7 @@ class ActiveCallers:
             self.unfinished.difference_update(names)
             self.engine.announce(self.count() - before)
 
-    def run(self, name: Any, job: Callable) -> Any:
+    def run(self, name: Hashable, job: Callable[[], T]) -> T:
         try:
             return job()
         finally:
@@ -122,7 +126,7 @@ def thread_pool(threads: int) -> Iterator[ThreadPoolExecutor]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def map_in_threads(function: Callable[[Any], Any], items: Iterable, at_once: int) -> Iterator[Any]:
+def map_in_threads(function: Callable[..., T], items: Iterable, at_once: int) -> Iterator[T]:
     """Yield the result for each item, in order. The first error ends it."""
     with thread_pool(at_once) as pool:
         yield from pool.map(function, items)
@@ -150,15 +154,25 @@ class EngineConfig:
     """For the model in this process: the most rows * length of a batch. It bounds the memory of the KV cache."""
 
     def __post_init__(self):
-        gpus, size = list(self.server_gpus or ()), self.tensor_parallel
+        gpus, size = list(self.gpus), self.tensor_parallel
         if not size or len(gpus) % size:
             raise ConfigError(  # also raised after the YAML is read, for the GPUs that replace null
                 f"server_gpus = {gpus} cannot be divided into servers of tensor_parallel = {size}: give a multiple of it"
             )
 
     @property
+    def gpus(self) -> tuple[int, ...]:
+        """GPUs of this run's servers, once `for_this_machine` has replaced null."""
+        return self.server_gpus or ()
+
+    @property
+    def at_once(self) -> int:
+        """Episodes that run at once on each rank."""
+        return 32 * max(1, len(self.gpus)) if self.concurrency is None else self.concurrency
+
+    @property
     def uses_servers(self) -> bool:
-        return bool(self.server_gpus or self.urls)
+        return bool(self.gpus or self.urls)
 
 
 @dataclass(frozen=True)

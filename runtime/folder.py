@@ -15,9 +15,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -26,6 +25,15 @@ from runtime.config import ConfigError, differences, load
 from runtime.distributed import barrier, gather, print0, rank, world_size
 from runtime.lines import write_whole
 from runtime.visual import read_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptConfig:
+    """The config of sft.py, rl.py or eval.py."""
+
+    run: str
+    """Folder for all output. If it holds states of this run, training resumes from the newest."""
+
 
 # ------------------------------------------------------------------------------------------------ what may change
 
@@ -53,7 +61,7 @@ MAY_CHANGE = {
 MAY_GROW = {"splits", "frames", "arms", "limit"}
 
 
-def require_folder(cfg: Any, checkpoint: str = "") -> None:
+def require_folder(cfg: ScriptConfig, checkpoint: str = "") -> None:
     """Refuse a run's folder that holds another run or this run's starting checkpoint, or whose name a shell would have expanded."""
     if cfg.run.startswith("~") or "$" in cfg.run:
         raise ConfigError(f"run = {cfg.run!r}: write the whole path, because nothing expands ~ and $ in it")
@@ -62,7 +70,7 @@ def require_folder(cfg: Any, checkpoint: str = "") -> None:
     refuse_other_run(cfg)
 
 
-def refuse_other_run(cfg: Any) -> None:
+def refuse_other_run(cfg: ScriptConfig) -> None:
     """Refuse a run folder that holds a model, states or results of another run. Print the settings that may change."""
     run = Path(cfg.run)
     if not any((run / "state").glob("step-*")) and not (run / "model").exists() and not any(run.glob(RESULTS)):
@@ -88,7 +96,7 @@ def refuse_other_run(cfg: Any) -> None:
         )
 
 
-def comparable(cfg: Any) -> dict:
+def comparable(cfg: ScriptConfig) -> dict:
     """Return a config as nested mappings, without the folders of a training's data files, which may move."""
     tree = asdict(cfg)
     for source in tree.get("data", {}).get("sources", ()):
@@ -119,7 +127,7 @@ def refuse_other_weights(run: Path, source: Path, setting: str) -> None:
 
 
 @contextlib.contextmanager
-def hold_folder(cfg: Any, source: Path) -> Iterator[None]:
+def hold_folder(cfg: ScriptConfig, source: Path) -> Iterator[None]:
     """Lock the folder for the length of the block. Refuse a folder that another process holds, and nodes that see another folder
     than the first one does."""
     with contextlib.ExitStack() as held:
@@ -151,11 +159,11 @@ def only_run_in(run: Path) -> Iterator[None]:
         yield
 
 
-def refuse_unlike_nodes(cfg: Any, start: Path) -> None:
+def refuse_unlike_nodes(cfg: ScriptConfig, start: Path) -> None:
     """Refuse ranks that see another run folder than rank 0, or have other settings, code or another cold start."""
     lock = Path(cfg.run) / ".lock"
-    mine = {str(lock): lock.exists() and lock.read_text(), "config": asdict(cfg), "commit": git_commit()}
-    mine["checkpoint"] = weights_digest(start)
+    mine: dict[str, object] = {str(lock): lock.exists() and lock.read_text(), "config": asdict(cfg)}
+    mine |= {"commit": git_commit(), "checkpoint": weights_digest(start)}
     first, *others = gather(mine)
     for number, theirs in enumerate(others, 1):
         changed = differences(first, theirs)
@@ -169,7 +177,7 @@ def refuse_unlike_nodes(cfg: Any, start: Path) -> None:
 # ------------------------------------------------------------------------------------------------ the record of a run
 
 
-def save_run(cfg: Any, run_dir: str | Path, **more: Any) -> None:
+def save_run(cfg: ScriptConfig, run_dir: str | Path, **more: object) -> None:
     """Write what is needed to repeat the run: config.yaml and run.json. `more` goes into run.json."""
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)

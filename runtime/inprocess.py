@@ -36,7 +36,7 @@ from episode import NO_PROMPT, Prompt, Trajectory
 from runtime.checkpoints import published_names, refuse_quantized, weight_files
 from runtime.engine import Engine, EngineError, Sample
 from runtime.packing import Bundle, pack_bundles
-from runtime.policy import KeyLayout, encode_frames, matmul_fp32, pick_kernel, prepare_tower, run_text_model
+from runtime.policy import KeyLayout, Model, encode_frames, matmul_fp32, pick_kernel, prepare_tower, run_text_model
 from runtime.render import Renderer
 from runtime.video import Clip
 from runtime.visual import MERGE, read_json
@@ -78,8 +78,7 @@ class Request:
         stopped = token in self.stop
         self.ended = stopped or len(self.sampled) >= self.max_new_tokens
         if self.ended:
-            finish = "stop" if stopped else "length"
-            self.result.set_result(Sample(self.sampled, self.logprobs, finish, version))
+            self.result.set_result(Sample(self.sampled, self.logprobs, "stop" if stopped else "length", version))
 
 
 class InProcess(Engine):
@@ -94,7 +93,7 @@ class InProcess(Engine):
         if "quantization_config" not in (read_json(Path(checkpoint) / "config.json") or {}):
             refuse_quantized(Path(checkpoint))  # transformers reads scales only if the config says how
         attention = {"text_config": "packed_then_matmul", "vision_config": "sdpa"}
-        self.model = AutoModelForImageTextToText.from_pretrained(
+        self.model: Model = AutoModelForImageTextToText.from_pretrained(  # type: ignore[assignment]  # one of MODELS
             checkpoint, dtype=getattr(torch, dtype), attn_implementation=attention, trust_remote_code=False
         )
         prepare_tower(self.model.model.visual)
@@ -125,7 +124,7 @@ class InProcess(Engine):
             self._changed.notify_all()
 
     def update_weights(self, path: str | Path, version: int, push: bool = True) -> None:
-        stored = {}
+        stored: dict[str, Tensor] = {}
         for file in weight_files(Path(path)):
             stored |= load_file(file)
         names = published_names(self.model)  # a tied head is listed once
@@ -268,6 +267,7 @@ class _Batch:
             self.requests[i].position = int(packed.positions[:, segment.stop - 1].max()) + 1
         places = torch.from_numpy(places).to(self.device)
         for layer in self.cache.layers:  # [1, heads, L, size] -> [B, heads, keys, size]
+            assert isinstance(layer, _Keys)
             layer.keys = layer.keys[0][:, places].transpose(0, 1)
             layer.values = layer.values[0][:, places].transpose(0, 1)
             layer.length = longest
@@ -317,6 +317,8 @@ class _Keys(DynamicLayer):
     """One block's keys and values: first of the packed prompts, then of one row per request. `keys` and `values` have spare
     room after `length`, so a new token is written in place. They are copied only when that room is used up."""
 
+    keys: Tensor
+    values: Tensor
     length: int  # keys per row; set when the rows are made
 
     def update(self, key_states, value_states, *_, **__):

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import requests
 import torch
@@ -28,19 +29,17 @@ from runtime.processes import start_group
 from runtime.render import Renderer
 from runtime.servers import Server, SGLang, request_json
 
+Config = TypeVar("Config", bound=EngineConfig)
 # Prefixes of torchrun's and the trainer's environment variables, which the servers must not inherit.
 TRAINER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC", "TORCH_NCCL", "PET_", "OMP_", "PYTORCH_")  # fmt: skip
 
 
-def for_this_machine(cfg: EngineConfig) -> EngineConfig:
-    """Return the settings with this machine's values in place of null."""
+def for_this_machine(cfg: Config) -> Config:
+    """Return the settings with this machine's GPUs in place of null."""
     gpus = cfg.server_gpus
     if gpus is None:
-        gpus = range(torch.cuda.device_count()) if importlib.util.find_spec("sglang") else ()
-    concurrency = cfg.concurrency
-    if concurrency is None:
-        concurrency = 32 * max(1, len(gpus))
-    return replace(cfg, server_gpus=tuple(gpus), concurrency=concurrency)
+        gpus = tuple(range(torch.cuda.device_count())) if importlib.util.find_spec("sglang") else ()
+    return replace(cfg, server_gpus=gpus)
 
 
 def open_engine(
@@ -71,7 +70,7 @@ def open_engine(
             servers = start_servers(cfg, logs, lambda port: server_command(checkpoint, renderer, port, flags))
         engine = SGLang(servers, renderer, frames)
         engine.wait_until_ready()
-    urls_by_rank = gather(engine.urls if engine else None)
+    urls_by_rank = gather(engine.urls if engine else [])
     if engine:
         return engine
     urls = urls_by_rank[rank() - local_rank()]  # those of this node's first rank
@@ -86,7 +85,7 @@ def start_servers(cfg: EngineConfig, logs: Path | None, launch: Callable[[int], 
     pass their own). `logs`: the folder of their logs; None: a new one in /tmp."""
     logs = logs or Path(tempfile.mkdtemp(prefix="sglang-"))
     logs.mkdir(parents=True, exist_ok=True)
-    gpus = cfg.server_gpus
+    gpus = cfg.gpus
     print(f"SGLang starts on GPUs {list(gpus)}: up to {SGLang.start_timeout / 60:g} minutes; logs: {logs}", flush=True)
     servers = []
     for first in range(0, len(gpus), cfg.tensor_parallel):
@@ -134,7 +133,7 @@ def server_flags(cfg: EngineConfig) -> list[str]:
         "--schedule-policy=lpm",  # prompts in the cache go first, so a group's prompt is prefilled once
     ]
     # SGLang would decode Qwen3-VL with flashinfer. fa3 is for Hopper: on newer GPUs it fails an assertion.
-    if torch.cuda.is_available() and torch.cuda.get_device_capability(cfg.server_gpus[0]) == (9, 0):
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(cfg.gpus[0]) == (9, 0):
         flags.append("--attention-backend=fa3")
     return [*flags, *cfg.server_args, f"--tp-size={cfg.tensor_parallel}"]
 
@@ -154,7 +153,7 @@ def require_servers(cfg: EngineConfig, ranks: int = 0) -> None:
 
 def require_gpus(cfg: EngineConfig, ranks: int) -> None:
     """Refuse GPUs for servers that train, that are not there, or that another process holds."""
-    gpus = list(cfg.server_gpus)
+    gpus = list(cfg.gpus)
     shared = sorted(set(gpus) & set(range(ranks)))
     may_share = any(flag.startswith("--mem-fraction-static") for flag in cfg.server_args)
     if shared and not may_share:

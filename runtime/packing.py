@@ -195,7 +195,7 @@ def pack_bundles(bundles: Sequence[Bundle], image_pad: int, cell: int) -> Packed
     )
 
 
-def take(column: Sequence[float], tokens: np.ndarray) -> np.ndarray:
+def take(column: Sequence[float] | np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Return the entries of these tokens in a row's column, float32; zeros if the column is empty."""
     if not len(column):
         return np.zeros(len(tokens), np.float32)

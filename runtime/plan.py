@@ -12,6 +12,7 @@ import functools
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 from torch import nn
@@ -93,7 +94,7 @@ def plan_training(cfg: PolicyConfig, gpus: int, tokens: int, reference: bool = F
     if reference:
         held["reference policy, bf16, sharded (none if grpo.kl_coef = 0)"] = trained * BF16 / gpus
 
-    used = {}
+    used: dict[str, float] = {}
     used[f"inputs of {layers} blocks at {tokens} tokens"] = layers * tokens * kept
     used["embeddings and head, bf16, whole"] = outside_blocks * BF16  # FSDP2's root unit stays gathered
     # The block's weights, the next block's, and the gradient in bf16 and in fp32.
@@ -114,8 +115,9 @@ def kept_by_block(policy: Policy) -> int:
     # 2 norms of the hidden state
     norms = 2 * norm * text.hidden_size
     # each query head: its norm, rotated, attention's output; each key head: its norm, rotated, the value
-    heads = text.num_attention_heads + text.num_key_value_heads
-    attention = (norm + 2 * BF16) * heads * policy.text.layers[0].self_attn.head_dim
+    block: Any = policy.text.layers[0]  # its class depends on the model
+    heads = block.self_attn.config.num_attention_heads + block.self_attn.config.num_key_value_heads
+    attention = (norm + 2 * BF16) * heads * block.self_attn.head_dim
     # gate, its activation, up, their product
     mlp = 4 * BF16 * text.intermediate_size
     return norms + attention + mlp
@@ -127,9 +129,9 @@ def kept_by_block(policy: Policy) -> int:
 def plan_inprocess(cfg: PolicyConfig, max_batch_tokens: int) -> Plan:
     """Plan the engine in the trainer's process."""
     policy = meta_policy(cfg)
-    held = {"weights of the engine, bf16": count(policy) * BF16}
-    # A batch's keys are copied when their room is used up.
-    used = {"KV cache of a batch, twice while it is read": 2 * max_batch_tokens * keys_per_token(policy)}
+    held: dict[str, float] = {"weights of the engine, bf16": count(policy) * BF16}
+    cache = 2 * max_batch_tokens * keys_per_token(policy)  # a batch's keys are copied when their room is used up
+    used: dict[str, float] = {"KV cache of a batch, twice while it is read": cache}
     return Plan("engine", held, used)
 
 
@@ -139,7 +141,7 @@ def plan_servers(
     """Plan one GPU of a node's servers, on which `episodes` run at once. The GPUs of a server share its weights, and each token's
     keys and values."""
     policy = meta_policy(cfg)
-    gpus, per_server = len(engine.server_gpus), engine.tensor_parallel
+    gpus, per_server = len(engine.gpus), engine.tensor_parallel
     frame_tokens = visual.frame_tokens(*visual.frame_size(1280, 720)) + 10  # 10: the frame's stamp
     # A server's episodes: each keeps its share of the group's prompt, and two full turns.
     rows = math.ceil(episodes * per_server / gpus)
@@ -154,9 +156,9 @@ def plan_servers(
 
 def keys_per_token(policy: Policy) -> int:
     """Return the bytes of a token's keys and values: layers x (key + value) x key heads x head size."""
-    text = policy.text.config
-    head_size = policy.text.layers[0].self_attn.head_dim
-    return text.num_hidden_layers * 2 * BF16 * text.num_key_value_heads * head_size
+    block: Any = policy.text.layers[0]
+    keys = block.self_attn.config.num_key_value_heads * block.self_attn.head_dim
+    return policy.text.config.num_hidden_layers * 2 * BF16 * keys
 
 
 # ------------------------------------------------------------------------------------------------ shapes

@@ -33,10 +33,13 @@ from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
     PreTrainedConfig,
-    PreTrainedModel,
     Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLTextModel,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLTextModel,
+    Qwen3VLVisionModel,
 )
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VisionTransformerPretrainedModel
 
 from runtime.config import ConfigError
 from runtime.distributed import own_device
@@ -44,8 +47,14 @@ from runtime.packing import Bundle, Packed, Segment, pack_bundles
 from runtime.video import Clip
 from runtime.visual import patchify
 
-# The classes that this code trains and samples from, by the `model_type` in config.json.
-MODELS = {"qwen3_vl": Qwen3VLForConditionalGeneration, "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration}
+# The classes that this code trains and samples from, and those of their two parts.
+Model = Qwen3VLForConditionalGeneration | Qwen2_5_VLForConditionalGeneration
+VisionTower = Qwen3VLVisionModel | Qwen2_5_VisionTransformerPretrainedModel
+TextModel = Qwen3VLTextModel | Qwen2_5_VLTextModel
+MODELS: dict[str, type[Model]] = {  # by `model_type` in config.json
+    "qwen3_vl": Qwen3VLForConditionalGeneration,
+    "qwen2_5_vl": Qwen2_5_VLForConditionalGeneration,
+}
 LOGIT_CHUNK = 1024  # target tokens whose logits are in memory at once: several fp32 copies of the vocabulary each
 HEAD_BLOCK = 16_384  # rows of the head whose gradient is computed at once
 
@@ -86,21 +95,23 @@ class PolicyOutput(NamedTuple):
 class Policy(nn.Module):
     """The model and its scoring, as FSDP2's root module: embeddings and head are gathered when log-probs are computed."""
 
-    def __init__(self, model: PreTrainedModel, cfg: PolicyConfig, never_sampled: Sequence[int] = ()):
+    def __init__(self, model: Model, cfg: PolicyConfig, never_sampled: Sequence[int] = ()):
         super().__init__()
         self.model, self.cfg, self.never_sampled = model, cfg, list(never_sampled)
         self.dtype = torch.float32  # dtype of computation; `load_policy` sets it and the kernel
         self.kernel = "sdpa"  # attention kernel: "sdpa" needs one call per segment, the others one call in all
         self.vision_frozen = "vision" in cfg.freeze
-        self.patch, self.merge = self.vision.config.patch_size, self.vision.config.spatial_merge_size
+        patch, merge = self.vision.config.patch_size, self.vision.config.spatial_merge_size
+        assert isinstance(patch, int)  # square patches, as in all published models
+        self.patch, self.merge = patch, merge
         prepare_tower(self.vision)
 
     @property
-    def vision(self) -> nn.Module:
+    def vision(self) -> VisionTower:
         return self.model.model.visual
 
     @property
-    def text(self) -> nn.Module:
+    def text(self) -> TextModel:
         return self.model.model.language_model
 
     @property
@@ -161,7 +172,7 @@ class Policy(nn.Module):
 # ------------------------------------------------------------------------------------------------ the vision tower
 
 
-def prepare_tower(vision: nn.Module) -> None:
+def prepare_tower(vision: VisionTower) -> None:
     """Give the vision tower our attention, and embed its flattened patches with a matrix product, since Conv3d is several
     times slower."""
     # transformers (`is_flash_attention_requested` in Qwen3VLVisionAttention.forward) passes the frames' ends to functions whose
@@ -170,10 +181,10 @@ def prepare_tower(vision: nn.Module) -> None:
     AttentionInterface.register("frames_flash", frames_flash_attention)
     vision.config._attn_implementation = "frames_flash"
     embed = vision.patch_embed
-    embed.forward = lambda x: F.linear(x.to(embed.proj.weight.dtype), embed.proj.weight.flatten(1), embed.proj.bias)
+    embed.forward = lambda x: F.linear(x.to(embed.proj.weight.dtype), embed.proj.weight.flatten(1), embed.proj.bias)  # type: ignore[method-assign, assignment]  # of this module only
 
 
-def encode_frames(vision: nn.Module, clips: Sequence[Clip], patch: int, merge: int, kernel: str) -> Tensor:
+def encode_frames(vision: VisionTower, clips: Sequence[Clip], patch: int, merge: int, kernel: str) -> Tensor:
     """Return [1 + D, M, H]: the embeddings that replace the frames' pads, then the vision tower's D DeepStack levels."""
     patches, grid = patchify(clips, patch, merge, vision.device)
     longest = int(grid[:, 1:].prod(dim=1).max())  # computed on the host: on the GPU, each layer would wait for it
@@ -185,7 +196,7 @@ def encode_frames(vision: nn.Module, clips: Sequence[Clip], patch: int, merge: i
     return torch.stack([encoded.pooler_output, *getattr(encoded, "deepstack_features", [])])
 
 
-def count_levels(vision: nn.Module) -> int:
+def count_levels(vision: VisionTower) -> int:
     """Return 1 + D. A tower without DeepStack, as Qwen2.5-VL's, has D = 0."""
     return 1 + len(getattr(vision.config, "deepstack_visual_indexes", []))
 
@@ -207,8 +218,8 @@ def frames_flash_attention(
     lengths, counts = cu_seq_lens_q.diff().unique_consecutive(return_counts=True)
     for length, count in zip(lengths.tolist(), counts.tolist()):
         stop = start + count * length
-        batch = [x[0, :, start:stop].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value)]
-        attended = F.scaled_dot_product_attention(*batch, scale=scaling)  # [count, heads, length, size]
+        q, k, v = (x[0, :, start:stop].unflatten(1, (count, length)).transpose(0, 1) for x in (query, key, value))
+        attended = F.scaled_dot_product_attention(q, k, v, scale=scaling)  # [count, heads, length, size]
         out.append(attended.transpose(1, 2).flatten(0, 1))  # [count * length, heads, size]
         start = stop
     return torch.cat(out)[None], None
@@ -217,7 +228,7 @@ def frames_flash_attention(
 # ------------------------------------------------------------------------------------------------ the text model
 
 
-def run_text_model(model: PreTrainedModel, packed: Packed, visual: Tensor | None, kernel: str, **cache) -> Tensor:
+def run_text_model(model: Model, packed: Packed, visual: Tensor | None, kernel: str, **cache) -> Tensor:
     """Run the text model over a packed sequence. Return its last hidden states [L, H]. `visual` [1 + D, M, H] comes
     from `encode_frames`; None: no frames."""
     text = model.model.language_model
@@ -320,7 +331,10 @@ def attend_in_one_call(kernel: str, qkv: Sequence[Tensor], ends: tuple, scaling:
     from torch.nn.attention.varlen import varlen_attn
 
     window = (-1, 0) if causal else (-1, -1)
-    return varlen_attn(*qkv, *ends, scale=scaling, window_size=window, enable_gqa=True)
+    q, k, v = qkv
+    attended = varlen_attn(q, k, v, *ends, scale=scaling, window_size=window, enable_gqa=True)
+    assert isinstance(attended, Tensor)  # a tuple only with `return_aux`
+    return attended
 
 
 # ------------------------------------------------------------------------------------------------ the head

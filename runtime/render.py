@@ -13,6 +13,7 @@ each role's turns, even in a row's system prompt. In text that we mark as our ow
 import codecs
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,10 +128,10 @@ class Renderer:
         rendered = self.render(messages, tools, generate=True)
         return Prompt(rendered.ids, rendered.clips)
 
-    def continuation(self, contents: list[str | list], role: str = "tool") -> Rendered:
+    def continuation(self, contents: Sequence[str | list], role: str = "tool") -> Rendered:
         """Tokenise the messages after a sampled assistant turn: one user turn with a response per call (role = "user": plain
         user turns), then the opening of the next assistant turn. The ids before stay exactly as sampled."""
-        messages = [{"role": "assistant", "content": ""}]
+        messages: list[dict] = [{"role": "assistant", "content": ""}]
         messages += [{"role": role, "content": content} for content in contents]
         text, clips = self._text(messages, None, generate=True)
         ids = self.encode(text.partition(_ASSISTANT + END_OF_TURN)[2])
@@ -190,7 +191,7 @@ class Renderer:
         text = _REMOVED.sub("", text)
         return pattern.sub(lambda match: f"{_CUT}{match[0][0]}{_CUT}{match[0][1:]}{_CUT}", text)
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """Return exactly the text of the ids, control tokens included."""
         return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
@@ -243,7 +244,7 @@ def _any_of(tokens: list[str]) -> re.Pattern:
 
 def _joined(parts: list[str | Clip]) -> list[str | Clip]:
     """Join adjacent texts from outside. Otherwise a control token could arrive in two pieces."""
-    joined = []
+    joined: list[str | Clip] = []
     for part in parts:
         if joined and type(part) is str and type(joined[-1]) is str:  # not Live
             joined[-1] += part

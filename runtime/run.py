@@ -37,7 +37,7 @@ from runtime.checkpoints import (
 from runtime.config import ConfigError
 from runtime.dataset import DataConfig
 from runtime.distributed import gather, local_size, peak_memory, print0, rank, world_size
-from runtime.folder import refuse_other_weights, save_run
+from runtime.folder import ScriptConfig, refuse_other_weights, save_run
 from runtime.lines import append_line, read_lines, write_lines
 from runtime.plan import GIB, Plan, PlanConfig, count, meta_policy
 from runtime.policy import Policy, PolicyConfig
@@ -74,7 +74,7 @@ def make_optimizer(policy: Policy, cfg: OptimConfig) -> torch.optim.AdamW:
     groups = [{"params": matrices, "weight_decay": cfg.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     # On a GPU, use the fused step: foreach would briefly hold another copy of the weights.
     fused = policy.device.type == "cuda"
-    return torch.optim.AdamW(groups, lr=cfg.lr, betas=tuple(cfg.betas), fused=fused, foreach=not fused)
+    return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.betas[0], cfg.betas[1]), fused=fused, foreach=not fused)
 
 
 def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
@@ -91,15 +91,14 @@ def learning_rate(cfg: OptimConfig, step: int, steps: int) -> float:
 
 def clip_gradients(policy: nn.Module, largest: float) -> float:
     """Scale the gradient to a norm of at most `largest`. Return the norm before, the same on every rank."""
-    trained = [p for p in policy.parameters() if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm([p.grad for p in trained])
+    norm = torch.nn.utils.get_total_norm([p.grad for p in policy.parameters() if p.grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
-    torch.nn.utils.clip_grads_with_norm_(trained, largest, norm)
+    torch.nn.utils.clip_grads_with_norm_(policy.parameters(), largest, norm)
     return norm.item()
 
 
-def optimizer_step(policy: nn.Module, optimizer: torch.optim.AdamW, cfg: OptimConfig, step: int, steps: int) -> float:
+def optimizer_step(policy: nn.Module, optimizer: Optimizer, cfg: OptimConfig, step: int, steps: int) -> float:
     """Clip the gradient, update the weights, zero the gradient and return its norm. Skip the update if that is not finite."""
     norm = clip_gradients(policy, cfg.max_grad_norm)
     if math.isfinite(norm):
@@ -114,11 +113,9 @@ def optimizer_step(policy: nn.Module, optimizer: torch.optim.AdamW, cfg: OptimCo
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig:
+class RunConfig(ScriptConfig):
     """The settings of every training run, SFT or RL."""
 
-    run: str
-    """Folder for all output. If it holds states of this run, training resumes from the newest."""
     policy: PolicyConfig
     """The checkpoint that the policy starts from. In RL it is also the reference of the KL."""
     data: DataConfig

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 from tqdm import tqdm
 
@@ -30,17 +30,18 @@ from runtime.config import ConfigError, UserError
 from runtime.dataset import RowError, Rows, row_errors
 from runtime.distributed import print0
 from runtime.engine import map_in_threads
+from runtime.folder import ScriptConfig
 from runtime.prompts import Prompts
 from runtime.render import Renderer, load_tokenizer
 from runtime.run import RunConfig
 from runtime.video import Videos
 from runtime.visual import VisualContract
 
-T = TypeVar("T")
+Config = TypeVar("Config", bound=ScriptConfig)
 GOES_ON = "The same command resumes from what was saved"
 
 
-def command_line(cls: type[T], doc: str, load: Callable = config.load) -> tuple[T, argparse.Namespace]:
+def command_line(cls: type[Config], doc: str, load: Callable = config.load) -> tuple[Config, argparse.Namespace]:
     """Parse the command line, and load its config. A bad config ends the program with its message."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="a YAML file of configs/")
@@ -62,7 +63,7 @@ def expandable_segments() -> None:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
-def run_script(work: Callable[[Any], int | None], cfg: Any) -> NoReturn:
+def run_script(work: Callable[[Config], int | None], cfg: Config) -> NoReturn:
     """Call `work(cfg)`, a script's main function, then end the process."""
     interrupts = []
 
@@ -136,8 +137,9 @@ def note_not_looked_up(checkpoint: str) -> None:
 # ------------------------------------------------------------------------------------------------ --check-data
 
 
-# Reads, opens and encodes a row: (row, its name, where relative paths start, cfg, renderer, videos) -> its tokens, its oddities.
-CheckRow = Callable[[dict, str, Path, Any, Renderer, Videos], tuple[int, list[str]]]
+# Reads, opens and encodes a row: (row, its name, root=, cfg=, renderer=, videos=) -> its tokens, its oddities. `root`: where
+# relative paths start.
+CheckRow = Callable[..., tuple[int, list[str]]]
 
 
 def read_all_rows(cfg: RunConfig, check_row: CheckRow) -> int:

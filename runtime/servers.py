@@ -69,11 +69,11 @@ class SGLang(Engine):
         """`frames`: the folder for frames. None: in memory, or in /tmp if memory has no room."""
         self.version = 0
         self.snapshot: str | None = None  # the folder of the current weights; None: the checkpoint's weights
-        self.servers = servers  # those in use
+        self.servers: list[Server] = servers  # those in use
         self.urls = [server.url for server in servers]
         self.renderer = renderer
         self._frames = FrameFiles(frames)
-        self._server_of = weakref.WeakKeyDictionary()  # prompt -> the server that reads it
+        self._server_of: weakref.WeakKeyDictionary[Prompt, Server] = weakref.WeakKeyDictionary()
         self._turn = local_rank()  # the ranks of a node share its servers: each rank begins with another one
         self._lock = threading.Lock()  # held whenever one of these fields, or a field of a server, changes
 
@@ -97,7 +97,7 @@ class SGLang(Engine):
         }
 
         # Ask the prompt's server. If the request is lost, ask one of the others, but none twice.
-        asked = []
+        asked: list[Server] = []
         problem = ""
         while True:
             with self._lock:
@@ -234,7 +234,7 @@ def kill(server: Server) -> None:
 
 def server_problem(server: Server, failure: Exception) -> str:
     """Return a sentence about a server that failed, with the end of its log if it is ours."""
-    if not server.process:
+    if not server.process or not server.log:
         return f"the server at {server.url} failed: {failure}"
     reason = f"exit code {server.process.returncode}" if server.exited else str(failure)
     end = "\n".join(server.log.read_text("utf-8", "replace").splitlines()[-20:])
@@ -248,7 +248,7 @@ class FrameFiles:
         if parent is None and shutil.disk_usage(MEMORY).free > IMAGE_BYTES:
             parent = MEMORY
         self.folder = tempfile.mkdtemp(prefix=f"minparavt-{os.getuid()}-", dir=parent)
-        self._folder_of = weakref.WeakKeyDictionary()  # clip -> the folder with its frames
+        self._folder_of: weakref.WeakKeyDictionary[Clip, str] = weakref.WeakKeyDictionary()  # with the clip's frames
         self._lock = threading.Lock()  # the rollouts of a group send the same clip at the same time
 
     def urls(self, clips: Sequence[Clip]) -> list[str]:

@@ -31,10 +31,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 from PIL import Image
 
+Cached = TypeVar("Cached", "VideoInfo", np.ndarray)
 SizeRule = Callable[[int, int], tuple[int, int]]  # (width, height) of the video -> (width, height) of its frames
 Identity = tuple[str, int, int]  # (real path, bytes, mtime in ns): a replaced file has another identity
 IMAGE_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")  # not all of Pillow's: EPS starts Ghostscript
@@ -169,7 +171,8 @@ def _read_packets(container, stream) -> tuple:
         if decoded_from is not None and not packet.is_discard:
             packets.setdefault(stamp, (packet.duration or 0, *decoded_from))
         cut_off = stamp if packet.is_corrupt else None
-    packets.pop(cut_off, None)  # the file ends in the middle of its last packet
+    if cut_off is not None:  # the file ends in the middle of its last packet
+        packets.pop(cut_off, None)
     return image, packets
 
 
@@ -245,7 +248,7 @@ def _serve(fd: int, timeout: float) -> None:
         signal.signal(end, signal.SIG_IGN)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # a parent that ignores it passes that on
     pipe = Connection(fd)
-    verbs = {"probe": _probe, "decode": _decode}
+    verbs: dict[str, Callable] = {"probe": _probe, "decode": _decode}
     with contextlib.suppress(EOFError, OSError):  # the parent closed the pipe or ended
         while True:
             verb, *arguments = pipe.recv()
@@ -274,7 +277,7 @@ class _Worker:
             null = subprocess.DEVNULL
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=null, stdout=null)
 
-    def request(self, message: tuple) -> tuple[bool, object]:
+    def request(self, message: tuple) -> tuple[bool, Any]:
         """Return (True, value) or (False, what is wrong with the file), always within the timeout."""
         # Kill by a timer instead of polling the pipe: a worker can also stop halfway through its answer.
         watchdog = threading.Timer(self.timeout, self._expire)
@@ -390,7 +393,7 @@ class Videos(AbstractContextManager):
             raise VideoError(path, self._bad[identity])
         return identity
 
-    def _cached(self, key: tuple, make: Callable) -> VideoInfo | np.ndarray:
+    def _cached(self, key: tuple, make: Callable[[], Cached]) -> Cached:
         """Return the value of `key`. Threads that ask for the same key share one call of `make`."""
         with self._lock:
             hit = key in self._cache
@@ -413,7 +416,8 @@ class Videos(AbstractContextManager):
                 self._cached_bytes -= self._cache.pop(oldest).result().nbytes
         return value
 
-    def _request(self, path: str | Path, identity: Identity, verb: str, *arguments) -> tuple | np.ndarray:
+    def _request(self, path: str | Path, identity: Identity, verb: str, *arguments) -> Any:
+        """Return what the verb returns in a worker."""
         worker = self._idle.get()  # blocks until one is free; the timeout does not include this wait
         try:
             worker = self._live_worker(worker)

@@ -138,7 +138,7 @@ class VisualContract:
         checkpoint = Path(checkpoint)
         (checkpoint / "visual.json").write_text(json.dumps(dataclasses.asdict(self), indent=1))
         path = checkpoint / "preprocessor_config.json"
-        stock = {"image_processor_type": "Qwen2VLImageProcessorFast"}
+        stock: dict[str, object] = {"image_processor_type": "Qwen2VLImageProcessorFast"}
         stock["processor_class"] = PROCESSORS[self.patch]["processor_class"]
         processor = (read_json(path) or stock) | self._processor_constants() | {"size": self.processor_size()}
         path.write_text(json.dumps(processor, indent=1))

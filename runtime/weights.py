@@ -29,7 +29,7 @@ class WeightSync:
     def __init__(self, folder: Path, engine: Engine, rollout: EngineConfig):
         self.folder = folder
         self.engine = engine
-        self.server_gpus = rollout.server_gpus
+        self.server_gpus = rollout.gpus
         # The first rank of a node updates the servers that its ranks share. An in-process engine loads its own weights.
         self.pushes = local_rank() == 0 or not rollout.uses_servers
 

@@ -123,11 +123,11 @@ class Screen:
 
     def show(self, event: str, what: str | Call) -> None:  # ("turn", its text), or ("clip" or "report", the call)
         with self._lock:
-            if event == "turn":
+            if isinstance(what, str):
                 self.turn += 1
                 said = re.sub(r"<tool_call>.*?</tool_call>|<\|(?:im_end|endoftext)\|>", "", what, flags=re.S).strip()
                 print(f"\n── turn {self.turn} " + "─" * 60 + f"\n{said}", flush=True)
-            elif event == "clip":
+            elif event == "clip" and what.window:
                 start, end = (int(WIDTH * second / self.duration) for second in what.window)
                 bar = "·" * start + "█" * max(end - start, 1)
                 print(f"  │{bar[:WIDTH]:·<{WIDTH}}│  {what.name} {_window(what)}", flush=True)
@@ -146,7 +146,9 @@ class FirstTurn(Engine):
     def __init__(self, engine: Engine, first: list[int]):
         self.engine = engine
         self.first = first  # its tokens; empty once it has been said
-        self.announce = engine.announce
+
+    def announce(self, change: int) -> None:
+        self.engine.announce(change)
 
     def generate(self, prompt: Prompt, ids: list[int], clips: Sequence[Clip], **more) -> Sample:
         if not self.first:

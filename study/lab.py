@@ -10,9 +10,10 @@ import argparse
 import re
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 
-from episode import NO_PROMPT, Episode, Task, Trajectory
+from episode import NO_PROMPT, Call, Episode, Task, Trajectory
 from metrics import format_metrics
 from rewards import RewardConfig, score, structural_mask
 from rl import RLConfig
@@ -20,19 +21,22 @@ from runtime import config
 from runtime.answers import LETTERS, JudgeError, parse_span
 from runtime.api import ApiJudge
 from runtime.config import ConfigError
-from runtime.render import END_OF_TURN
+from runtime.render import END_OF_TURN, Renderer
 from tools import parse_calls
 
 
-class Characters:
+class Characters(Renderer):
     """A renderer with one token per character and one for the end of turn, so that the lab needs no checkpoint."""
 
     ends_of_turn = (0x10FFFF,)
 
+    def __init__(self):
+        pass  # no tokenizer
+
     def encode(self, text: str) -> list[int]:
         return [ord(c) for c in text.replace(END_OF_TURN, "\U0010ffff")]
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(i) for i in ids).replace("\U0010ffff", END_OF_TURN)
 
     def offsets(self, ids: list[int]) -> list[tuple[int, int]]:
@@ -40,10 +44,10 @@ class Characters:
         return list(zip([0, *ends], ends))
 
 
-def episode_of_turns(turns: list[str], task: Task, renderer, executed: int = 0, forced: str = "") -> Episode:
+def episode_of_turns(turns: list[str], task: Task, renderer: Renderer, executed: int = 0, forced: str = "") -> Episode:
     """Return the episode that a rollout with these turns would record. The first `executed` calls count as run."""
     main = Trajectory(NO_PROMPT)
-    calls = []
+    calls: list[Call] = []
     for i, turn in enumerate(turns):
         prefix = forced if turn.startswith(forced) else ""
         given = renderer.encode(prefix)

@@ -22,6 +22,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -157,7 +158,7 @@ def decode_frames(episode: Episode, videos: Videos, contract: VisualContract) ->
 def decode_again(videos: Videos, path: str, clip: Clip, size_rule: SizeRule) -> Clip:
     """Decode the frames at a clip's times."""
     info = videos.info(path)
-    indices = np.searchsorted(info.times, clip.times).clip(max=info.n_frames - 1).tolist()
+    indices = np.searchsorted(info.times, np.array(clip.times, float)).clip(max=info.n_frames - 1).tolist()
     decoded = videos.frames(path, indices, size_rule(info.width, info.height))
     if decoded.times != clip.times:
         raise VideoError(path, f"its frame times differ from the recorded {clip.times}: restore the original video")
@@ -191,7 +192,7 @@ def view_episode(episode: Episode, config: dict, renderer: Renderer, pictures: d
 
 
 def view_agent(
-    trajectory: Trajectory, renderer: Renderer, pictures: dict[str, str], advantages: Sequence[float] = ()
+    trajectory: Trajectory, renderer: Renderer, pictures: dict[str, str], advantages: Sequence[float] | np.ndarray = ()
 ) -> list[dict]:
     """Return an agent's tokens in blocks: the prompt, turns, and what the tools returned. An image's pads become one token,
     which has the time and the picture of the frame. Agents that learned have advantages, one per token."""
@@ -199,14 +200,15 @@ def view_agent(
     text = renderer.decode(ids)
     starts = [start for start, _ in renderer.offsets(ids)] + [len(text)]
     frames = [frame for clip in trajectory.clips for frame in zip(clip.times, clip.pixels)]
-    blocks = []
+    blocks: list[dict] = []
     for i, token in enumerate(ids):
         is_pad = token == renderer.image_pad
         if is_pad and i and ids[i - 1] == token:
             continue
         # If tokens share a character, the last one shows it.
         own = i - len(trajectory.prompt.ids)  # its index after the prompt
-        view = {"text": text[starts[i] : starts[i + 1]], "style": style_of(trajectory, own), "fact": f"id {token}"}
+        view: dict[str, Any] = {"text": text[starts[i] : starts[i + 1]], "style": style_of(trajectory, own)}
+        view["fact"] = f"id {token}"
         if own >= 0 and trajectory.mask[own]:
             view["fact"] += f", log p {trajectory.logprobs[own]:.4f}"
             if len(advantages):
@@ -306,7 +308,7 @@ def draw_section(runs: list[RunData], panels: dict[str, str], by: str) -> dict:
     runs = [run for run in runs if run.rows and by in run.rows[0]]
     notes = [f"{line_of(run.name)['label']}: {run.note}" for run in runs if run.note]
     shown = {key: title for key, title in panels.items() if points_of(runs, key, by)}
-    section = {"table": [], "groups": {}}
+    section: dict[str, object] = {"table": [], "groups": {}}
     at = {int(row[by]) for run in runs for row in run.rows}
     if len(at) == 1:
         section["table"] = table_of(runs, panels, by, at.pop())
@@ -366,7 +368,7 @@ def lead(runs: list[RunData]) -> str:
 
 def write_page(path: str | Path, runs: list[RunData]) -> None:
     """Write one self-contained HTML file."""
-    pictures = {}
+    pictures: dict[str, str] = {}
     shown = []
     for run in runs:
         if run.episodes:

@@ -1,7 +1,6 @@
 """Shared fixtures. Most tests use a small toy, which is built once per session."""
 
 import fcntl
-import math
 import os
 import sys
 from collections.abc import Callable
@@ -20,9 +19,6 @@ os.environ |= scripts.ONE_THREAD  # before torch is imported: the workers share 
 import tiny
 from scripted import Scripted, by_chance
 
-import eval as evaluation
-import rl
-from runtime.config import UserError
 from runtime.render import Renderer, load_tokenizer
 from runtime.video import Videos
 from runtime.visual import VisualContract
@@ -42,7 +38,7 @@ def pytest_addoption(parser) -> None:
 
 def pytest_collection_modifyitems(items) -> None:
     """Run the slowest files first, so that both workers end at about the same time."""
-    items.sort(key=lambda item: item.path.stem not in ("test_ask", "test_engine", "test_eval", "test_runs"))
+    items.sort(key=lambda item: item.path.stem not in ("test_engine", "test_eval", "test_faults", "test_rl"))
 
 
 def build_once(tmp_path_factory, name: str, build: Callable[[Path], object]) -> Path:
@@ -102,7 +98,7 @@ def videos():
 
 @pytest.fixture(scope="session")
 def schemas() -> list[dict]:
-    return [TOOLS["crop_video"].schema]
+    return [TOOLS[tiny.TOOL].schema]
 
 
 @pytest.fixture
@@ -111,11 +107,11 @@ def scripted(monkeypatch):
     engines = []
 
     def open_it(source, renderer, *_):
-        engines.append(Scripted(renderer, by_chance, latency=0.1))
+        engines.append(Scripted(renderer, by_chance))
         return engines[-1]
 
-    monkeypatch.setattr(rl, "open_engine", open_it)
-    monkeypatch.setattr("rl.GAP_LIMIT", math.inf)
+    monkeypatch.setattr("rl.open_engine", open_it)
+    monkeypatch.setattr("rl.GAP_LIMIT", float("inf"))
     return engines
 
 
@@ -128,20 +124,5 @@ def golden(request):
         if request.config.getoption("--renew"):
             file.write_text(text, "utf-8")
         assert text == file.read_text("utf-8")
-
-    return check
-
-
-@pytest.fixture
-def refused(capsys):
-    """refused(cfg, match): an evaluation and its dry run refuse the config with the same sentence. Returns what they say."""
-
-    def check(cfg: evaluation.EvalConfig, match: str) -> str:
-        capsys.readouterr()
-        with pytest.raises((UserError, FileNotFoundError, PermissionError), match=match) as error:
-            evaluation.main(cfg)
-        with pytest.raises((UserError, FileNotFoundError, PermissionError), match=match):
-            evaluation.main(cfg, dry=True)
-        return f"{error.value}\n{capsys.readouterr().out}"
 
     return check

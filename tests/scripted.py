@@ -7,23 +7,21 @@ import json
 import threading
 import time
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from tiny import noise
+from tiny import TOOL, noise
 
-from dialogues import parse_dialogue
-from episode import Episode, Group, Prompt, Task, Trajectory, episodes_of
+from episode import NO_PROMPT, Episode, Group, Prompt, Task, Trajectory, episodes_of
 from rewards import assign_rewards
 from rollout import AgentContext, RolloutConfig, rollout
 from runtime.engine import Sample
 from runtime.lines import read_lines
 from runtime.prompts import subagent_system_prompt
-from runtime.render import END_OF_TURN, THINK_PREFIX, Renderer
+from runtime.render import END_OF_TURN, Renderer
 from runtime.video import Clip, VideoError, VideoInfo, uniform_indices, window_indices
-from sft import encode_dialogue
-from study.lab import episode_of_turns
+from tools import parse_calls
 
 TASK = Task("t1", "What happens?", ("/data/v.mp4",), "oe", "")
 END = "<|im_end|>"
@@ -139,8 +137,8 @@ def turns(*said, report="I saw a cat."):
 
 
 def crop(start: float = 0, end: float = 8, **more) -> str:
-    """Return the text of a call of crop_video."""
-    call = {"name": "crop_video", "arguments": {"start_time": start, "end_time": end} | more}
+    """Return the text of a call of TOOL."""
+    call = {"name": TOOL, "arguments": {"start_time": start, "end_time": end} | more}
     return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
 
@@ -182,34 +180,35 @@ def check_trajectory(agent: Trajectory, renderer: Renderer) -> None:
     assert agent.all_ids.count(renderer.image_pad) == pads
 
 
-def check_rows_of_a_rollout(renderer, videos, schemas, video: str, opening: str, report: str, thoughts) -> None:
-    """Compare the ids of a rollout with those of rows with the same conversation. Reports are `tool` messages, or text in
-    tags: all in one user turn, or one turn each."""
-    said = turns(*(thought + END for thought in thoughts), report=report)
-    [episode] = play(renderer, said, (Task("t", "What?", (video,), "oe", "red"),), videos=videos)
-    main = episode.main
-    assert [call.error for call in episode.calls] == ["", ""]
-    film = {"type": "video_url", "video_url": {"url": video, "nframes": 4}}
-    question = {"role": "user", "content": [film, {"type": "text", "text": "What?"}]}
-    first, last = ({"role": "assistant", "content": opening + thought} for thought in thoughts)
-    tagged = f"<tool_response>\n{report}\n</tool_response>"
-    for role, reports in (("tool", [report] * 2), ("user", [tagged] * 2), ("user", [f"{tagged}\n{tagged}"])):
-        told = [{"role": role, "content": content} for content in reports]
-        row = {"messages": [question, first, *told, last]}
-        learned = encode_dialogue(parse_dialogue(row, "file:0", Path("/nowhere")), videos, renderer, schemas)
-        whole = main.all_ids
-        assert learned.ids[: len(whole)] == whole
-        assert renderer.decode(learned.ids[len(whole) :]).strip() == ""
-        begins = len(main.prompt.ids)
-        assert not any(learned.mask[:begins])
-        mask = learned.mask[begins:]
-        forced = len(renderer.encode(THINK_PREFIX))
-        for start, _ in main.turns:  # SFT trains on the opening that a rollout forces
-            assert mask[start : start + forced] == [1] * forced
-            mask[start : start + forced] = [0] * forced
-        assert mask[: len(main.ids)] == main.mask
-        assert not any(mask[len(main.ids) :])
-        assert np.array_equal(learned.clips[0].pixels, main.clips[0].pixels)
+class Characters:
+    """A renderer with one token per character and one for the end of turn."""
+
+    ends_of_turn = (0x10FFFF,)
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(c) for c in text.replace(END_OF_TURN, "\U0010ffff")]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(i) for i in ids).replace("\U0010ffff", END_OF_TURN)
+
+    def offsets(self, ids: list[int]) -> list[tuple[int, int]]:
+        ends = [len(self.decode(ids[: i + 1])) for i in range(len(ids))]
+        return list(zip([0, *ends], ends))
+
+
+def episode_of_turns(turns: list[str], task: Task, renderer, executed: int = 0, forced: str = "") -> Episode:
+    """Return the episode that a rollout with these turns would record. The first `executed` calls count as run."""
+    main, calls = Trajectory(NO_PROMPT), []
+    for i, turn in enumerate(turns):
+        given = renderer.encode(forced) if turn.startswith(forced) else []
+        sampled = renderer.encode(turn.removeprefix(forced))
+        main.turns.append((len(main.ids), len(main.ids) + len(given) + len(sampled)))
+        main.ids += given + sampled
+        main.mask += [0] * len(given) + [1] * len(sampled)
+        for call in parse_calls(turn, i):
+            ran = len(calls) < executed
+            calls.append(call if ran or call.error else replace(call, error="failed"))
+    return Episode(task, 64, main, calls)
 
 
 def group_that_said(renderer, cfg, turns, name="t", prompt=(40, 41, 42)):

@@ -1,13 +1,14 @@
 """Run the project's scripts as processes, alone or as several ranks.
 
 Python takes five seconds of a core to import torch and transformers, so most scripts are forked from a process that has
-imported them already. `anew=True` and options for `Popen` (`start_new_session` to kill a group) start a real one."""
+imported them already. `anew=True` starts a real one."""
 
+import ast
 import atexit
+import contextlib
 import json
 import multiprocessing
 import os
-import random
 import re
 import runpy
 import signal
@@ -24,11 +25,31 @@ from pathlib import Path
 import yaml
 
 REPO = Path(__file__).resolve().parent.parent
+# What a fork may remove, and how pages name it. They may still do so: what they say of it is not checked.
+REMOVABLE = {
+    "eval.py": r"eval\.py|evals\b|eval/",
+    "sft.py": r"sft\.py|sft\.\w|\bsft_|toy_sft",
+    "dialogues.py": r"dialogues",
+    "study/report.py": r"study[./](?!toy)|paradox",
+}
+GONE = re.compile("|".join(["(?!)", *(words for file, words in REMOVABLE.items() if not (REPO / file).exists())]))
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 FORKS = multiprocessing.get_context("forkserver")
 # Preload nothing of the project itself: the guides' tests run changed copies of it.
 MODEL = "transformers.models.qwen3_vl.modeling_qwen3_vl"
 FORKS.set_forkserver_preload(["torch.distributed.fsdp", "transformers.models.auto", MODEL, "pyarrow.parquet"])
+
+
+def imports_of(file: Path, at_the_top: bool = False) -> set[str]:
+    """Return the modules that a file imports, also in functions and the main guard unless only those at its top are asked for."""
+    tree = ast.parse(file.read_text("utf-8"))
+    found = set()
+    for node in tree.body if at_the_top else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module, *(f"{node.module}.{name.name}" for name in node.names)}
+    return found
 
 
 class Forked(FORKS.Process):
@@ -115,38 +136,24 @@ def fork_ranks(world: int, nodes: int = 1) -> None:
     sys.exit(failed)
 
 
-def start(script: str, cfg: Path, *overrides: str, ranks: int = 1, anew: bool = False, restarts: int = 0, **popen):
+def start(script: str, cfg: Path, *overrides: str, ranks: int = 1, anew: bool = False, restarts: int = 0):
     """Start `SCRIPT CFG OVERRIDES...` and return its process. `restarts`: how often a real torchrun may restart its ranks."""
     command = [script, str(cfg), *overrides]
-    if not anew and not popen:
+    if not anew:
         return Forked(command, ranks=ranks)
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone"]
         launcher += [f"--nproc_per_node={ranks}", f"--max-restarts={restarts}"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([*launcher, *command], cwd=REPO, env=os.environ | ONE_THREAD, **pipes, **popen)
+    return subprocess.Popen([*launcher, *command], cwd=REPO, env=os.environ | ONE_THREAD, **pipes)
 
 
-def finish(process, code: int = 0) -> str:
+def finish(process, code: int = 0, seconds: float = 300) -> str:
     """Wait for a process of `start` to exit with this status. Return its output."""
-    told, _ = process.communicate(timeout=300)
+    told, _ = process.communicate(timeout=seconds)
     assert process.returncode == code, told
     return told
-
-
-def kill_at_random(launch: Callable, progress: Callable, rng: random.Random, times: int, pause: float) -> int:
-    """Start a run repeatedly, and kill it at a random moment after it makes progress. Return the number of kills."""
-    for kills in range(times):
-        before, process = progress(), launch(start_new_session=True)
-        while process.poll() is None and progress() <= before:
-            time.sleep(0.005)
-        time.sleep(pause * rng.random())
-        if process.poll() is not None:  # done before it could be killed
-            return kills
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return times
 
 
 def alive(pid: int) -> bool:
@@ -158,9 +165,12 @@ def alive(pid: int) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    """Return the processes that this one has started."""
-    told = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
-    return [int(child) for child in told.stdout.split()]
+    """Return the processes that this one's threads have started. It takes no time in which a run goes on."""
+    found = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += map(int, file.read_text().split())
+    return found
 
 
 def wait_for(condition: Callable, process=None, seconds: float = 60) -> None:
@@ -169,7 +179,7 @@ def wait_for(condition: Callable, process=None, seconds: float = 60) -> None:
     while not condition():
         assert process is None or process.poll() is None, process.communicate()[0]
         assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.02)
+        time.sleep(0.002)
 
 
 def fake_server(renderer, port: int, fault: str = "") -> list[str]:
@@ -212,63 +222,7 @@ def metrics(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def same_weights(one: Path, other: Path) -> bool:
-    """Return whether the results of two runs are equal bit for bit."""
-    from safetensors.torch import load_file
-
-    a, b = (load_file(folder / "model" / "model.safetensors") for folder in (one, other))
-    return a.keys() == b.keys() and all(a[name].equal(b[name]) for name in a)
-
-
-def same_metrics(one: list[dict], other: list[dict]) -> bool:
-    """Compare everything except times, memory and val_loss (an interrupted run may have no held-out rows)."""
-
-    def figures(lines):
-        kept = []
-        for line in lines:
-            free = ("val_loss", "peak_memory_gib", "time")
-            kept.append({k: v for k, v in line.items() if "second" not in k and not k.startswith(free)})
-        return kept
-
-    return figures(one) == figures(other)
-
-
-# ------------------------------------------------------------------------------------------------ results of evaluations
-
-
-def line(id, score, *, video="", **more) -> dict:
-    """Return a line of results."""
-    plain = {
-        "id": id, "videos": [video or f"v/{id}.mp4"], "kind": "mcq", "gold": "A",
-        "said": "A", "answer": "A", "tagged": True, "duration": "", "prediction": "A", "score": float(score), "judged": False, "calls": [], "turns": 1, "tokens": 10,
-        "subagent_tokens": 0, "critical_tokens": 10, "truncated": False, "seconds": 1.0, "error": "",
-    }  # fmt: skip
-    return plain | more
-
-
-def lines(scores: str) -> list[dict]:
-    """Return lines of results, one per digit."""
-    return [line(str(i), int(score)) for i, score in enumerate(scores)]
-
-
-def write_results(folder, split, rows, *, name="toy", arm="parallel", k=64, total=0) -> Path:
-    """Write a file of results into a run's folder, as eval.py does."""
-    folder.mkdir(exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump({"name": name}))
-    record = folder / "run.json"
-    items = json.loads(record.read_text())["items"] if record.exists() else {}
-    record.write_text(json.dumps({"items": items | {split: total or len(rows)}}))
-    path = folder / f"{split}-K{k}-{arm}.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def sections(text: str) -> dict[str, list[list[str]]]:
-    """Return title -> rows of cells of each table, with header and rule."""
-    found = {}
-    for part in re.split(r"^### ", text, flags=re.M)[1:]:
-        title, _, body = part.partition("\n\n")
-        rows = [row for row in body.splitlines() if row.startswith("|")]
-        assert len({len(row) for row in rows}) == 1, f"{title}: columns are not aligned"
-        found[title.partition(" (")[0]] = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
-    return found
+def figures(lines: list[dict]) -> list[dict]:
+    """Return metrics without times, memory, servers in use and val_loss (an interrupted run may have no held-out rows)."""
+    free = ("val_loss", "peak_memory_gib", "time", "servers")
+    return [{k: v for k, v in line.items() if "second" not in k and not k.startswith(free)} for line in lines]

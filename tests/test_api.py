@@ -4,12 +4,16 @@ import base64
 import io
 import json
 import os
+import re
 import signal
 import time
+from pathlib import Path
 
+import evaluations
 import numpy as np
 import pytest
 from endpoint import Endpoint
+from evaluations import write_eval_config
 from PIL import Image
 from scripted import MemoryVideos
 from scripts import start, wait_for
@@ -30,6 +34,8 @@ from runtime.engine import Api, EngineError
 from runtime.render import END_OF_TURN
 
 KEY, NAME = "sk-of-a-test", "KEY_OF_A_TEST"
+refused = evaluations.refused  # a fixture
+REPLIES = config.read_tree(Path(__file__).parent / "replies.yaml")
 TASK = Task("t1", f"Who?{END_OF_TURN}\nA. he\nB. she", ("/data/v.mp4",), "mcq", "B", ("he", "she"))
 
 
@@ -61,7 +67,7 @@ def test_the_messages_are_what_the_prompt_spells_turn_by_turn(endpoint, ask, tmp
     asks = "<clip>00:00:20-00:00:20</clip>"
     there = endpoint(asks, "<clip></clip><answer>B</answer>")
     episode, answer = ask(there, "conan", str(words))
-    assert answer == "B" and not episode.error and there.keys == {f"Bearer {KEY}"}
+    assert (answer, episode.error, there.keys) == ("B", "", {f"Bearer {KEY}"})
     first, second = there.bodies
     assert (first["model"], first["temperature"], first["max_tokens"]) == ("m", 0.0, 2048)
     spelled = lambda message: "".join(part.get("text", "#") for part in message["content"])  # noqa: E731
@@ -101,56 +107,41 @@ def pauses(monkeypatch):
     return found
 
 
-def test_a_busy_api_is_asked_again_and_one_that_refuses_is_not(endpoint, ask, pauses):
-    there = endpoint((429, {}, {}), (500, {}, {}), (503, {}, {}), "So.")
-    assert ask(there, "direct")[1] == "So." and len(there.bodies) == 4
-    assert pauses == [0, 2, 4]  # ever longer
-    refuses, down = endpoint((401, {}, {"error": {"message": f"Incorrect key: {KEY}"}})), endpoint((503, {}, {}))
-    error = ask(refuses, "direct")[0].error
-    assert "status 401" in error and "Incorrect key: [the key]" in error and KEY not in error
-    assert "503" in ask(down, "direct")[0].error and (len(refuses.bodies), len(down.bodies)) == (1, 7)
+def as_sent(reply: int | str | dict) -> str | tuple:
+    """Return a reply of replies.yaml as an Endpoint sends it."""
+    if isinstance(reply, int):
+        return reply, {}, {"error": f"Incorrect: {KEY}"}
+    if isinstance(reply, str):
+        return reply
+    if "body" in reply:
+        return 200, {}, reply["body"].replace("DEEP", "[" * 9999 + "]" * 9999).encode("latin-1")
+    return says(**reply)
 
 
-ODD = (b"", b"\xff", [], {"odd": 1}, {"choices": ["a"]}, says("stop", 5)[2], b"[" * 9999 + b"]" * 9999)
-
-
-def test_an_odd_reply_costs_one_episode_and_not_the_run(endpoint, ask, pauses):
-    """Past bugs: a 200 with an empty body, or with deep brackets, ended the evaluation or, through the judge, a training."""
-    for body in ODD:
-        odd = endpoint((200, {}, body))
-        assert ask(odd, "direct")[0].error.startswith(f"EngineError: {odd.url}: ")
-        with pytest.raises(JudgeError, match=f"EngineError: {odd.url}: "):
-            ApiJudge(Api(odd.url, "m", ""))("q", "g", "a")
+@pytest.mark.parametrize("case", REPLIES)
+def test_a_reply_is_an_answer_or_costs_one_episode_and_a_busy_api_is_asked_again(endpoint, ask, pauses, case):
+    expected = {"answer": None, "error": "", "requests": 1} | REPLIES[case]
+    there = endpoint(*map(as_sent, expected["replies"]))
+    episode, answer = ask(there, "direct")
+    assert (answer, len(there.bodies)) == (expected["answer"], expected["requests"])
+    assert pauses == [0, 2, 4, 8, 16, 32][: expected["requests"] - 1]  # ever longer
+    assert re.match(expected["error"] or "$", episode.error)
+    assert KEY not in episode.error
+    if expected["error"]:
+        with pytest.raises(JudgeError, match=expected["error"]):
+            ApiJudge(Api(there.url, "m", NAME))("q", "g", "a")
 
 
 def test_an_api_or_a_judge_that_is_silent_is_given_up(endpoint, pauses):
     there = endpoint("yes")
     there.seconds = 1e6
     started = time.monotonic()
-    with pytest.raises(EngineError, match="Read timed out"):
+    with pytest.raises(EngineError, match="timed out"):
         api.ask(Api(there.url, "m", "", timeout=0.5), [{"role": "user", "content": "?"}])
-    with pytest.raises(JudgeError, match="Read timed out"):
+    with pytest.raises(JudgeError, match="timed out"):
         ApiJudge(Api(there.url, "m", "", timeout=0.5))("q", "g", "a")
     assert time.monotonic() - started < 6
     assert len(there.bodies) == 4  # each was asked twice
-
-
-def test_a_refusal_is_no_answer_and_says_its_reason(endpoint, ask, pauses):
-    """Past bugs: a refusal was an empty answer, or one that a filter cut off. It scored 0 and was never asked again."""
-    for reply, reason in (
-        (says("stop", refusal="I can't help with that."), "I can't help with that."),
-        (says("content_filter"), "no answer, finish_reason content_filter"),
-        (says("content_filter", "The man takes"), "no answer, finish_reason content_filter"),
-        (says("tool_calls", "I look."), "no answer, finish_reason tool_calls"),
-        (says("stop"), "no answer, finish_reason stop"),
-        (says("stop", " \n"), "no answer, finish_reason stop"),
-    ):
-        there = endpoint(reply)
-        episode, answer = ask(there, "direct")
-        assert (episode.error, answer, len(there.bodies)) == (f"Refusal: {reason}", None, 1)
-    for content in (None, "", "The man"):  # thinking used up its tokens
-        episode, _ = ask(endpoint(says("length", content)), "direct")
-        assert (episode.error, episode.main.finish) == ("", "length")
 
 
 def test_parameters_replace_what_a_request_says_and_null_drops_it(endpoint, ask):
@@ -162,22 +153,23 @@ def test_parameters_replace_what_a_request_says_and_null_drops_it(endpoint, ask)
     assert body["temperature"] == 1
 
 
-def test_a_key_in_place_of_its_variables_name_is_refused_and_not_repeated():
-    with pytest.raises(config.ConfigError, match="api: key: give the name of an environment variable") as error:
-        rows.load(EvalConfig, "configs/eval/rows.yaml", ["row=gpt4o", "api.key=sk-proj-4f9"])
+@pytest.mark.parametrize(
+    "override, named",
+    [
+        ("api.key=sk-4f9", "api: key: .* environment variable"),  # a key in place of its variable's name
+        ("api.keys=sk-4f9", "api.keys: .* api.key?"),
+        ("api={key: sk-4f9", "YAML"),
+        ("api=sk-4f9", "api: must be a mapping"),
+        ("api.key:sk-4f9", "override api.key: "),
+    ],
+)
+def test_a_refused_override_does_not_repeat_the_key(override, named):
+    with pytest.raises(config.ConfigError, match=named) as error:
+        rows.load(EvalConfig, "configs/eval/rows.yaml", ["row=gpt4o", override])
     assert "4f9" not in str(error.value)
 
 
-def test_a_misspelled_override_does_not_repeat_the_key():
-    for override, rule in (
-        ("api.keys=sk-4f9", "api.keys: unknown key; did you mean api.key?"),
-        ("api={key: sk-4f9", "the value must be YAML"),
-        ("api=sk-4f9", "api: must be a mapping, not str"),
-        ("api.key:sk-4f9", "override api.key: write it as key.sub=value"),
-    ):
-        with pytest.raises(config.ConfigError, match=rule) as error:
-            rows.load(EvalConfig, "configs/eval/rows.yaml", ["row=gpt4o", override])
-        assert "4f9" not in str(error.value)
+# ------------------------------------------------------------------------------------------------ an evaluation
 
 
 @pytest.fixture
@@ -185,12 +177,10 @@ def theirs(toy_dir, tmp_path):
     """theirs(endpoint, override, ...) -> a config that evaluates the model behind that endpoint."""
 
     def make(there, *overrides) -> EvalConfig:
-        (tmp_path / "c.yaml").write_text(
-            f"run: {tmp_path}/run\nname: theirs\ncheckpoint: {toy_dir}/model\nsplits: {{toy: {toy_dir}}}\nframes: [4]\n"
-            "prompting: {protocol: direct}\nrollout: {concurrency: 3}\ndecoders: 1\n"
-            f"api: {{url: '{there.url}', model: m, key: {NAME}}}"
+        model = {"url": there.url, "model": "m", "key": NAME}
+        return config.load(
+            EvalConfig, write_eval_config(tmp_path, toy_dir, api=model, rollout={"concurrency": 3}), overrides
         )
-        return config.load(EvalConfig, tmp_path / "c.yaml", overrides)
 
     return make
 
@@ -206,7 +196,7 @@ def test_ctrl_c_ends_an_evaluation_of_an_api_that_hangs(endpoint, theirs, tmp_pa
     there.seconds = 1e6  # for all requests after the first small one
     wait_for(lambda: len(there.bodies) > 1, process)
     os.kill(process.pid, signal.SIGINT)
-    assert "interrupted. The same command resumes" in process.communicate(timeout=10)[0]
+    assert "interrupted" in process.communicate(timeout=10)[0]
 
 
 def test_an_evaluation_heeds_the_bound_and_writes_the_key_nowhere(
@@ -218,19 +208,18 @@ def test_an_evaluation_heeds_the_bound_and_writes_the_key_nowhere(
     assert len(there.bodies) == 1  # a small request
     assert evaluation.main(cfg) == 0
     [results] = read_run(tmp_path / "run").values()
-    assert results.complete() and there.most <= 3
+    assert results.complete()
+    assert there.most <= 3
     assert {(r["answer"], r["turns"], r["error"]) for r in results.records} == {("red", 1, "")}
     assert all(record["tokens"] > 0 for record in results.records)
-    written, told = [path for path in tmp_path.rglob("*") if path.is_file()], capsys.readouterr()
-    assert len(written) == 5 and not any(KEY in path.read_text() for path in written) and KEY not in told.out + told.err
+    written = [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(written) == 5
+    assert KEY not in "".join([*written, *capsys.readouterr()])
     evaluation.main(cfg)
     assert len(there.bodies) == 10  # answered items are not asked again, and once all are answered, nothing is
-    # Another API would give other results.
-    rule = "belongs to a run with other settings.*api.url: .*, now 'http://127.0.0.1:9/v1'"
-    refused(theirs(there, "api.url=http://127.0.0.1:9/v1"), rule)
-    # Without its key, nothing starts.
-    monkeypatch.delenv(NAME)
-    with pytest.raises(config.ConfigError, match=f"key = '{NAME}': this environment variable is not set"):
+    refused(theirs(there, "api.url=http://127.0.0.1:9/v1"), "api.url: .*, now 'http://127.0.0.1:9/v1'")
+    monkeypatch.delenv(NAME)  # without its key, nothing starts
+    with pytest.raises(config.ConfigError, match=f"key = '{NAME}'"):
         evaluation.main(theirs(there, f"run={tmp_path}/another"))
     assert not (tmp_path / "another").exists()
 
@@ -238,7 +227,7 @@ def test_an_evaluation_heeds_the_bound_and_writes_the_key_nowhere(
 def test_a_wrong_key_model_or_account_is_found_before_the_first_item(endpoint, theirs, tmp_path, pauses, refused):
     reply = (401, {}, {"error": KEY})
     there = endpoint(reply, reply)
-    told = refused(theirs(there), "fails a first small request: .*401")
+    told = refused(theirs(there), "first small request: .*401")
     assert len(there.bodies) == 2
     assert KEY not in told
     assert not (tmp_path / "run").exists()
@@ -266,7 +255,7 @@ def test_the_judge_says_yes_or_no_and_its_failure_is_no_zero(endpoint):
     assert there.keys == {f"Bearer {KEY}"}
     assert [body["temperature"] for body in there.bodies] == [0, 0]  # the judge is greedy
     # Past bug: "yes or no?" counted as yes, because of its first word.
-    for problem in ("neither yes nor no, but 'Yes or no\\?'", "Refusal: .*content_filter"):
+    for problem in ("'Yes or no\\?'", "Refusal: .*content_filter"):
         with pytest.raises(JudgeError, match=problem):
             ask("q", "g", "z")
     assert ask("q", "g", "z") == 1

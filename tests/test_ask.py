@@ -2,16 +2,18 @@
 
 import argparse
 import json
+import re
+import shutil
 import sys
 
 import pytest
-from scripted import MemoryVideos, Scripted, load_episodes, turns
+from scripted import MemoryVideos, Scripted, crop, load_episodes, turns
 
 from rollout import AgentContext, RolloutConfig
+from runtime.prompts import Prompts
 from study import ask
 
-CALL = '<tool_call>{"name": "crop_video", "arguments": {"start_time": %s, "end_time": %s}}</tool_call>'
-LOOK = "I look twice.</think>" + CALL % (0, 30) + CALL % (30, 60) + CALL % (9, 5) + "<|im_end|>"
+LOOK = f"I look twice.</think>{crop(0, 30)}{crop(30, 60)}{crop(9, 5)}<|im_end|>"
 LAST = "Red.</think><answer>red</answer><|im_end|>"
 
 
@@ -28,18 +30,12 @@ def run(renderer, tmp_path):
     return run_ask
 
 
-def test_the_terminal_has_thoughts_and_for_each_call_its_window_and_its_report_or_error(run, capsys):
+def test_the_terminal_has_thoughts_and_for_each_call_its_window_and_its_report_or_error(run, capsys, golden):
     assert run() == 0
-    printed = capsys.readouterr().out
-    first = printed.split("turn 2")[0]
-    assert "I look twice." in first
-    assert "<tool_call>" not in first
-    assert first.count("0.0–30.0 s") == first.count("30.0–60.0 s") == 2  # on the timeline, and with its report
-    assert f"│{'█' * 20}{'·' * 20}│" in first
-    assert f"│{'·' * 20}{'█' * 20}│" in first
-    assert first.count("A red flash.") == 2
-    assert "bad_arguments" in first
-    assert "2 turns, 3 calls" in printed
+    told = re.sub(r"(\(|, )\d+\.\d s", r"\1N s", capsys.readouterr().out)
+    golden(
+        "ask.txt", re.sub(r"(  .*\n)+", lambda found: "".join(sorted(found[0].splitlines(True))), told)
+    )  # calls: any order
 
 
 def test_the_trace_is_the_episode_and_finds_its_videos_from_any_folder(run, tmp_path, monkeypatch):
@@ -69,17 +65,12 @@ def test_the_weights_of_a_model_that_others_serve_are_not_fetched(toy_dir, monke
     assert wanted == ["*.json", "*.jinja", "*.txt"]
 
 
-def test_a_given_call_is_the_first_turn_of_any_model(run, tmp_path):
-    run(call=json.dumps({"name": "crop_video", "arguments": {"start_time": 1, "end_time": 2}}))
+@pytest.mark.parametrize("windows", [[(1, 2)], [(0, 1), (1, 2)]], ids=["a call", "calls in a list"])
+def test_given_calls_are_the_first_turn_of_any_model(run, tmp_path, windows):
+    calls = [json.loads(crop(*window).split("\n")[1]) for window in windows]
+    run(call=json.dumps(calls if len(calls) > 1 else calls[0]))
     [episode] = load_episodes(tmp_path / "t.json")
-    assert episode.calls[0].window == (1, 2)
-
-
-def test_calls_in_a_list_are_made_in_one_turn(run, tmp_path):
-    looks = [{"name": "crop_video", "arguments": {"start_time": i, "end_time": i + 1}} for i in range(2)]
-    run(call=json.dumps(looks))
-    [episode] = load_episodes(tmp_path / "t.json")
-    assert [(call.turn, call.window) for call in episode.calls[:2]] == [(0, (0, 1)), (0, (1, 2))]
+    assert [call.window for call in episode.calls if call.turn == 0] == windows
 
 
 def test_a_video_is_opened_before_the_weights_are_loaded(monkeypatch):
@@ -95,3 +86,13 @@ def test_a_k_without_frames_is_refused(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         ask.parse_arguments()
     assert "--k 0: must be at least 1" in capsys.readouterr().err
+
+
+def test_ask_uses_the_checkpoints_words_or_a_files(toy_dir, tmp_path, monkeypatch):
+    shutil.copytree(toy_dir / "model", tmp_path / "model")
+    Prompts(system="Trained.").save(tmp_path / "model")
+    (tmp_path / "words.yaml").write_text("system: Asked.")
+    monkeypatch.setattr(ask, "open_engine", lambda *_: None)
+    for file, system in ((None, "Trained."), (tmp_path / "words.yaml", "Asked.")):
+        context = ask.open_context(tmp_path / "model", file, None, RolloutConfig())
+        assert context.renderer.prompts == Prompts(system=system)

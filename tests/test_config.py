@@ -1,119 +1,147 @@
-"""The config loader: a run uses exactly the values that are written, and a config that cannot run says why."""
+"""A run uses exactly the values that are written, and its saved file is its config. The configs of configs/ differ in what they
+say and fit their GPUs. What is refused is in test_mistakes.py."""
 
-import importlib.metadata
+import contextlib
+import json
 import os
 import runpy
+import string
 import sys
-from dataclasses import dataclass, field
-from typing import Literal
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
-from scripts import Forked, finish
+from hypothesis import Phase, assume, given, reject, settings
+from hypothesis import strategies as st
+from scripts import REPO, Forked, finish, rl_config
 
-from runtime import config
+import rl
+import sft
+from eval import EvalConfig
+from evals import rows
+from rl import RLConfig
+from runtime import config, folder
+from runtime.config import differences
+from runtime.dataset import Source
+from runtime.engine import EngineConfig
 from runtime.folder import save_run
+from runtime.open_engine import server_flags
+from runtime.run import OptimConfig
+from runtime.visual import VisualContract
+from sft import SFTConfig
+
+CONFIGS = sorted({*REPO.glob("configs/**/*.yaml")} - {REPO / "configs" / "eval" / "published.yaml"})  # it is a table
+TEXT = st.text(st.characters(max_codepoint=0xD7FF), max_size=9)
+VALUES = {bool: st.booleans(), int: st.integers(0, 1 << 60), float: st.floats(0, 1e300), str: TEXT}
 
 
-@dataclass(frozen=True)
-class Optim:
-    lr: float = 1e-5
-    betas: tuple[float, ...] = (0.9, 0.95)
-    warmup: int = 0
-
-    def __post_init__(self):
-        if self.lr <= 0:
-            raise ValueError(f"lr = {self.lr}: must be positive")
+def class_of(path: Path) -> type:
+    if path.parent.name == "eval":
+        return EvalConfig
+    return SFTConfig if "sft" in path.stem else RLConfig
 
 
-@dataclass(frozen=True)
-class Source:
-    path: str
+def load(path: Path, *overrides: str) -> Any:
+    """Load a config of configs/ as its script does."""
+    return rows.load(class_of(path), path, ["row=paravt_8b", *overrides] if path.stem == "rows" else overrides)
 
 
-@dataclass(frozen=True)
-class Run:
-    name: str
-    steps: int = 10
-    credit: Literal["struct", "off"] = "struct"
-    seed: int | None = None
-    optim: Optim = Optim()
-    sources: tuple[Source, ...] = ()
-    weights: dict[str, float] = field(default_factory=dict)
+def settings_of(cls: type, section: str = "") -> Iterator[tuple[str, str, Any]]:
+    """Yield section, name and type of each setting: ("optim.", "lr", float), ("data.sources[0].", "path", str)."""
+    for name, hint in get_type_hints(cls).items():
+        if type(None) in get_args(hint):
+            hint = get_args(hint)[0]
+        yield section, name, hint
+        if is_dataclass(hint):
+            yield from settings_of(hint, f"{section}{name}.")
+        elif get_origin(hint) is tuple and is_dataclass(get_args(hint)[0]):
+            yield from settings_of(get_args(hint)[0], f"{section}{name}[0].")
 
 
-def write(path, text):
-    path.write_text(text)
-    return path
+CLASSES = (SFTConfig, RLConfig, EvalConfig)
+SETTINGS = {cls: {(section, name): hint for section, name, hint in settings_of(cls)} for cls in CLASSES}
+
+
+def value_of(cfg: Any, setting: str) -> Any:
+    for name in setting.split("."):
+        cfg = getattr(cfg, name)
+    return cfg
+
+
+@settings(max_examples=25, phases=[Phase.generate])  # shrinking would take minutes
+@given(st.sampled_from(CONFIGS), st.data())
+def test_a_config_has_the_values_that_are_written_and_its_saved_file_is_that_config(path, data):
+    scalars = {}
+    for (section, name), hint in SETTINGS[class_of(path)].items():
+        if get_origin(hint) is Literal:
+            scalars[section + name] = st.sampled_from(get_args(hint))
+        elif hint in VALUES and "[0]" not in section and name not in ("key", "prompt_file"):  # they refuse most texts
+            scalars[section + name] = VALUES[hint]
+    chosen = data.draw(st.lists(st.sampled_from([*scalars]), unique=True, max_size=4))
+    written = {setting: data.draw(scalars[setting], setting) for setting in chosen}
+    try:
+        cfg = load(path, *(f"{setting}={json.dumps(value)}" for setting, value in written.items()))
+    except config.ConfigError:
+        reject()  # a rule of several settings, or a section that lacks others
+    assert {setting: value_of(cfg, setting) for setting in written} == written
+    with tempfile.TemporaryDirectory() as run:
+        save_run(cfg, run)
+        assert config.load(type(cfg), Path(run) / "config.yaml") == cfg
+
+
+@settings(max_examples=300)
+@given(st.sampled_from([*SETTINGS]), st.data())
+def test_a_name_with_a_letter_too_many_or_too_few_is_answered_with_the_name(cls, data):
+    section, name = data.draw(st.sampled_from([*SETTINGS[cls]]))
+    at = data.draw(st.integers(0, len(name) - 1))
+    letters = data.draw(st.sampled_from(["", *(letter + name[at] for letter in string.ascii_lowercase)]))
+    typo = name[:at] + letters + name[at + 1 :]
+    assume((section, typo) not in SETTINGS[cls])
+    tree = {typo: 1}
+    for key in reversed(section.split(".")[:-1]):
+        tree = {key.removesuffix("[0]"): [tree] if key.endswith("[0]") else tree}
+    with pytest.raises(config.ConfigError) as error:
+        config.load_tree(cls, tree, [], "my.yaml")
+    assert f"my.yaml: {section}{typo}: " in str(error.value) and str(error.value).endswith(f" {section}{name}?")
+
+
+@pytest.mark.parametrize("name", sorted(folder.MAY_CHANGE | folder.MAY_GROW))
+def test_what_may_change_when_a_run_resumes_is_a_setting(name):
+    assert any(name == section + setting for settings in SETTINGS.values() for section, setting in settings)
 
 
 def test_a_file_inherits_from_its_base_and_the_command_line_wins(tmp_path):
-    write(
-        tmp_path / "base.yaml", "name: base\nsteps: 5\noptim: {lr: 1.0e-3, warmup: 7}\nsources: [{path: a}, {path: b}]"
+    (tmp_path / "base.yaml").write_text(
+        "{run: base, steps: 5, policy: {checkpoint: x}, optim: {lr: 1.0e-3, warmup: 0.1}, data: {sources: [{path: a}]}}"
     )
-    child = write(tmp_path / "child.yaml", "base: base.yaml\nname: child\noptim: {lr: 2.0e-3}\nsources: [{path: c}]")
-    cfg = config.load(Run, child, ["optim.lr=0.5", "seed=3"])
-    assert (cfg.name, cfg.steps, cfg.seed) == ("child", 5, 3)
-    assert cfg.optim == Optim(lr=0.5, warmup=7)  # mappings merge
-    assert cfg.sources == (Source("c"),)  # lists replace
+    child = tmp_path / "child.yaml"
+    child.write_text("base: base.yaml\nrun: child\noptim: {lr: 2.0e-3}\ndata: {sources: [{path: c}]}")
+    cfg = config.load(SFTConfig, child, ["optim.lr=0.5", "keep=3"])
+    assert (cfg.run, cfg.steps, cfg.keep) == ("child", 5, 3)
+    assert (cfg.optim.lr, cfg.optim.warmup) == (0.5, 0.1)  # mappings merge
+    assert cfg.data.sources == (Source("c"),)  # lists replace
 
 
-def test_numbers_without_a_dot_and_a_bare_off_mean_what_they_say(tmp_path):
+def test_numbers_without_a_dot_and_a_bare_off_mean_what_they_say():
     """YAML reads `1e-4` as a string and `off` as false."""
-    cfg = config.load(Run, write(tmp_path / "a.yaml", "name: a\noptim: {lr: 1e-4}\ncredit: off"))
-    assert cfg.optim.lr == 1e-4 and cfg.credit == "off"
-    assert config.load(Run, tmp_path / "a.yaml", ["optim.betas=[1, 0.5]"]).optim.betas == (1.0, 0.5)
+    cfg = load(CONFIGS[0], "optim.lr=1e-4", "reward.anchor.credit=off", "optim.betas=[0, 0.5]")
+    assert (cfg.optim.lr, cfg.reward.anchor.credit, cfg.optim.betas) == (1e-4, "off", (0.0, 0.5))
 
 
-@pytest.mark.parametrize(
-    "text, overrides, says",
-    [
-        ("name: a\nstpes: 3", [], "stpes: unknown key; did you mean steps?"),
-        ("name: a\nlr: 1", [], "lr: unknown key; choose from name, steps, credit, seed, optim, sources, weights"),
-        ("name: a\nsteps: true", [], "steps = True: must be int"),
-        ("name: a\ncredit: monkey", [], "credit = 'monkey': choose from struct, off"),  # not an API key
-        ("name: a\nsources: {path: x}", [], "sources = {'path': 'x'}: must be a list"),
-        ("name: a\nsources: [{path: 3}]", [], "sources[0].path = 3: must be str"),
-        ("name: a\nweights: {x: y}", [], "weights.x = 'y': must be float"),
-        ("name: a\noptim: {betas: [.inf]}", [], "optim.betas[0] = inf: must be finite and not negative"),
-        ("name: a\nseed: -1", [], "seed = -1: must be finite and not negative"),
-        ("name: a\noptim: {lr: 0}", [], "optim: lr = 0.0: must be positive"),
-        ("# steps: 3", [], "name: required, but not given"),  # a file of comments is one without keys
-        ("name: a", ["steps"], "write it as key.sub=value"),
-        ("name: a\nsteps: 3", ["steps.x=1"], "override steps.x: steps must be a mapping"),
-        ("name: [", [], "not a readable YAML file"),
-        # Past bug: the last of two keys won, so a second section dropped the first.
-        ("optim: {lr: 1}\nname: a\noptim: {warmup: 7}", [], "the key 'optim' in line 3 stands twice"),
-        ("name: a\non: 1", [], "True: unknown key; choose from name"),  # YAML reads `on` as true
-        ("name: {{x}}", [], "not a readable YAML file"),  # past bug: a traceback for a template that is not filled in
-        ("base: nowhere.yaml", [], "nowhere.yaml: not a readable YAML file: [Errno 2] No such file"),
-    ],
-)
-def test_what_cannot_run_names_the_key_the_value_and_the_rule(tmp_path, text, overrides, says):
-    path = write(tmp_path / "run.yaml", text)
-    with pytest.raises(config.ConfigError) as error:
-        config.load(Run, path, overrides)
-    assert says in str(error.value)
-
-
-def test_the_saved_config_is_the_run_config(tmp_path):
-    cfg = Run(name="a", optim=Optim(lr=3e-4), sources=(Source("x"),), weights={"answer": 2.0}, seed=1)
-    save_run(cfg, tmp_path / "run")
-    assert config.load(Run, tmp_path / "run" / "config.yaml") == cfg
-    assert f'"torch": "{importlib.metadata.version("torch")}' in (tmp_path / "run" / "run.json").read_text()
-
-
-def test_what_a_mapping_leaves_out_is_as_its_parent_has_it(tmp_path):
+def test_what_a_section_leaves_out_is_as_its_parent_has_it(tmp_path):
     """Past bug: with `rollout.max_rounds=2`, a greedy evaluation sampled at 0.7, the nested class's own default."""
-
-    @dataclass(frozen=True)
-    class Run:
-        optim: Optim = Optim(lr=3.0, warmup=7)
-        maybe: Optim | None = None
-
-    (tmp_path / "c.yaml").write_text("optim: {warmup: 9}\nmaybe: {lr: 2}")
-    assert config.load(Run, tmp_path / "c.yaml") == Run(Optim(lr=3.0, warmup=9), Optim(lr=2.0))
-    assert config.load(Run, tmp_path / "c.yaml", ["optim.lr=1"]).optim == Optim(lr=1.0, warmup=9)
+    path = tmp_path / "c.yaml"
+    path.write_text("{checkpoint: x, splits: {}, run: y, rollout: {max_rounds: 2}, visual: {crop_fps: 2}}")
+    for overrides in ([], ["rollout.max_calls=3"]):
+        cfg = config.load(EvalConfig, path, overrides)
+        assert (cfg.rollout.temperature, cfg.rollout.max_rounds, cfg.rollout.server_gpus) == (0, 2, None)
+        assert cfg.visual == VisualContract(crop_fps=2)  # the parent has none
+    cfg = load(REPO / "configs" / "sft_8b.yaml", "optim={warmup: 0.2}")
+    assert cfg.optim == OptimConfig(lr=2e-5, schedule="cosine", warmup=0.2)
 
 
 def start_the_scripts() -> None:
@@ -132,3 +160,99 @@ def test_every_script_sets_the_allocator_before_torch_reads_the_setting():
     """torch reads PYTORCH_ALLOC_CONF when it first uses the allocator. A use at import would come before the script."""
     scripts = [f"{script} expandable_segments:True" for script in ("sft.py", "eval.py", "rl.py")]
     assert finish(Forked(start_the_scripts)).splitlines() == [*scripts, "expandable_segments:True False"]
+
+
+# ------------------------------------------------------------------------------------------------ the configs of configs/
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_loads_and_names_its_run_after_itself(path):
+    names = {"trained": "", "rows": "eval/paravt_8b", "toy": "toy/eval/sft"}
+    named = load(path).run.removeprefix("runs/")
+    if path.parent.name == "eval":
+        assert named == names[path.stem]
+    else:
+        assert named.replace("toy/", "toy_") in (path.stem, path.stem.removesuffix("_1gpu"))
+
+
+def test_a_run_whose_servers_do_not_answer_is_refused_before_it_loads_a_model(toy_dir, tmp_path):
+    path = rl_config(tmp_path / "c.yaml", toy_dir, rollout={"urls": ["http://127.0.0.1:9"]})
+    with pytest.raises(config.ConfigError, match="http://127.0.0.1:9"):
+        rl.main(config.load(RLConfig, path))
+
+
+def dry_run(path: Path, toy_dir: Path, *overrides: str) -> None:
+    """Try out a config of configs/ whose data exist. Of RL, the cold start does not."""
+    rows, main = {SFTConfig: ("sft", sft.main), RLConfig: ("rl", rl.main)}[class_of(path)]
+    data = [f"data.sources=[{{path: {toy_dir}/{rows}.parquet}}]", f"data.video_root={toy_dir}"]
+    main(load(path, *data, *overrides), dry=True)
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "configs").glob("*_[28]b*.yaml")), ids=lambda path: path.stem)
+def test_every_config_of_a_real_model_fits_its_gpus(path, toy_dir, capsys):
+    missing = pytest.raises(config.ConfigError, match="^runs/sft_.*/model: ")
+    with contextlib.nullcontext() if class_of(path) is SFTConfig else missing:
+        dry_run(path, toy_dir)
+    told = capsys.readouterr().out
+    used = [float(line.split()[1]) for line in told.splitlines() if line.split()[:1] == ["sum"]]
+    assert "data: " in told and used and all(20 < gib < 80 for gib in used)
+    # Past bug: it said "ok" to any name that looks like one on the hub.
+    assert ("Qwen3-VL-8B-Instruct was not looked up" in told) is (path.stem == "sft_8b")
+
+
+def test_a_gpu_that_trains_and_samples_must_hold_both(toy_dir, capsys):
+    with pytest.raises(config.ConfigError, match="training and engine on one GPU: .* 20 GiB"):
+        dry_run(REPO / "configs" / "paragrpo_2b_1gpu.yaml", toy_dir, "plan.gpu_gib=20")
+    told = capsys.readouterr().out
+    assert "KV cache" in told and told.count("sum") == 1
+
+
+@pytest.mark.parametrize("capability, size, more", [
+    (None, 1, set()),
+    ((9, 0), 2, {"--attention-backend=fa3"}),
+    ((10, 0), 2, set()),  # with fa3, a server fails an assertion on newer GPUs
+    ((8, 0), 2, set()),
+])  # fmt: skip
+def test_all_servers_get_the_same_flags_and_those_of_the_config_after_them(monkeypatch, capability, size, more):
+    """Past bug: only RL's configs chose SGLang's well-tested paths, so an evaluation's servers had bf16 logits."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: capability is not None)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda gpu: capability)
+    cfg = EngineConfig(server_gpus=(4, 5), tensor_parallel=size, server_args=("--a=1",), max_context=24_576)
+    *ours, theirs, of_size = server_flags(cfg)
+    assert (theirs, of_size) == ("--a=1", f"--tp-size={size}")
+    same = {
+        "--context-length=24592", f"--max-running-requests={64 * size}", "--enable-fp32-lm-head",
+        "--mm-feature-transport=cpu", "--prefill-decode-interval=0", "--schedule-policy=lpm",
+    }  # fmt: skip
+    assert {*ours} == same | more
+
+
+NO_ANCHORING = {
+    "rollout.think_prefix: True, now False",
+    "reward.answer_suffix: True, now False",
+    "reward.anchor.credit: 'struct', now 'off'",
+}
+
+NO_GATING = {"gating: (4, 8, 16, 32, 64), now ()"}
+
+ABLATIONS = {
+    "grpo": NO_ANCHORING | NO_GATING,
+    "anchoring": NO_GATING,
+    "gating": NO_ANCHORING,
+    "no_tool_reward": {"reward.w_tool: 1.0, now 0.0"},
+    "no_gamma": {"reward.anchor.gamma: 0.3, now 0.0"},
+}
+
+
+@pytest.mark.parametrize("name, model", [*[(name, "8b") for name in ABLATIONS], ("grpo", "qwen25vl_7b")])
+def test_an_ablation_differs_from_the_whole_in_what_it_says(name, model):
+    cfg, whole = (asdict(load(REPO / "configs" / f"{n}_{model}.yaml")) for n in (name, "paragrpo"))
+    assert set(differences(whole, cfg | {"run": whole["run"]}).values()) == ABLATIONS[name]
+
+
+def test_a_rank_starts_no_more_decoders_than_it_has_cores(monkeypatch):
+    cfg = load(REPO / "configs" / "paragrpo_8b.yaml")
+    for cores, ranks, workers in ((128, 4, 12), (16, 4, 4), (2, 4, 1), (None, 1, 1)):
+        monkeypatch.setattr("os.cpu_count", lambda cores=cores: cores)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        assert cfg.workers == workers

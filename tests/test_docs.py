@@ -5,22 +5,26 @@ import re
 import shlex
 
 import pytest
-from scripts import REPO
+from scripts import GONE, REPO
 
-from eval import EvalConfig
-from evals import rows
-from rl import RLConfig
 from runtime import config
-from sft import SFTConfig
+
+
+def read(name: str) -> str:
+    return (REPO / name).read_text("utf-8")
+
 
 README, CONTRIBUTING, *_ = PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted(REPO.glob("docs/*.md"))]
-TEXT = {page: page.read_text("utf-8") for page in PAGES}
-ROOMS = (".", "runtime", "evals", "study")
-SCRIPTS = {
-    path.name: path for room in ROOMS for path in sorted(REPO.glob(f"{room}/*.py")) if path.name != "__init__.py"
-}
-CONFIGS = {"sft.py": SFTConfig, "rl.py": RLConfig, "eval.py": EvalConfig}
+TEXT = {}
+for page in PAGES:
+    TEXT[page] = "".join(line for line in page.read_text("utf-8").splitlines(keepends=True) if not GONE.search(line))
+SCRIPTS = {path.name: path for room in (".", "runtime", "evals", "study") for path in REPO.glob(f"{room}/*[!_].py")}
+CONFIGS = {"sft.py": "SFTConfig", "rl.py": "RLConfig", "eval.py": "EvalConfig"}
 of_each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def module_of(name: str):
+    return importlib.import_module(".".join(SCRIPTS[f"{name}.py"].relative_to(REPO).with_suffix("").parts))
 
 
 def blocks(page, *kinds: str) -> list[str]:
@@ -38,8 +42,7 @@ def test_the_files_that_a_page_names_are_there(page):
     paths = set(re.findall(rf"(?<![\w/.])(?:{folders})/[\w/.-]+\.(?:yaml|md|png|py|json)\b", TEXT[page]))
     paths |= {f"configs/{name}.yaml" for name in re.findall(r"`(\w+_(?:8b|2b)\w*)`", TEXT[page])}
     assert [path for path in paths - made_by(page) if not (REPO / path).is_file()] == []
-    of_a_run = {"config.yaml"}
-    names = set(re.findall(r"`((?:\w+\.)+(?:py|yaml|md|html))`", TEXT[page])) - of_a_run
+    names = set(re.findall(r"`((?:\w+\.)+(?:py|yaml|md|html))`", TEXT[page])) - {"config.yaml"}  # of a run
     assert [name for name in names if not next(REPO.glob(f"[!.]*/**/{name}"), (REPO / name).is_file())] == []
 
 
@@ -55,9 +58,8 @@ def test_a_link_leads_to_a_file_and_to_one_of_its_headings(page):
 @of_each_page
 def test_the_commands_of_a_page_are_commands(page):
     """Targets are in the Makefile, scripts and modules exist, configs load with the keys that are given."""
-    makefile = (REPO / "Makefile").read_text("utf-8")
-    for target in re.findall(r"(?:^|`)make ([\w-]+)", TEXT[page], re.M):
-        assert re.search(rf"^{target}:", makefile, re.M), target
+    targets = set(re.findall(r"^([\w-]+):", read("Makefile"), re.M))
+    assert set(re.findall(r"(?:^|`)make ([\w-]+)", TEXT[page], re.M)) <= targets
     assert {f"{module}.py" for module in re.findall(r"\bstudy\.(\w+)", TEXT[page])} <= SCRIPTS.keys()
     found = 0
     for command in "\n".join(blocks(page, "sh", "")).replace("\\\n", " ").splitlines():
@@ -65,26 +67,13 @@ def test_the_commands_of_a_page_are_commands(page):
         if not script or script[1] == "-m pytest":
             continue
         found += 1
-        name, words = script[1].replace("-m study.", "").removesuffix(".py") + ".py", shlex.split(script[2])
+        name, words = re.sub(r"-m study\.|\.py", "", script[1]) + ".py", shlex.split(script[2])
         assert "def main(" in SCRIPTS[name].read_text("utf-8"), command
         if name in CONFIGS and words[0] not in ("table", "ablation") and words[0] not in made_by(page):
             overrides = [word for word in words[1:] if "=" in word and not word.startswith("--")]
-            load = rows.load if name == "eval.py" else config.load
-            load(CONFIGS[name], REPO / words[0], overrides)
-    assert found >= {"README": 8, "node": 12}.get(page.stem, 0)
-
-
-# ------------------------------------------------------------------------------------------------ the README
-
-
-def test_its_loop_is_that_of_rl_py():
-    """In their order, with `...` for what is left out."""
-    rest = (REPO / "rl.py").read_text("utf-8").partition("\ndef train(")[2].splitlines()
-    [loop] = blocks(README, "python")
-    for line in loop.splitlines():
-        if line.strip() != "...":
-            assert f"    {line}" in rest, line
-            rest = rest[rest.index(f"    {line}") + 1 :]
+            load = module_of("rows").load if name == "eval.py" else config.load
+            load(getattr(module_of(name.removesuffix(".py")), CONFIGS[name]), REPO / words[0], overrides)
+    assert found >= {"README": 2, "node": 5}.get(page.stem, 0)
 
 
 TERMS = re.search(r"^\| term \| where \|\n(.*?)\n\n", TEXT[README], re.M | re.S)[1]
@@ -95,36 +84,35 @@ ROUTE = re.search(r"^\| step \| function \|\n(.*?)^## ", TEXT[CONTRIBUTING], re.
 def test_what_the_tables_of_terms_and_of_the_route_name_is_there(name):
     """A name such as `rl.Sampler.sample` is a file, its class and a method."""
     module, *attributes = name.split(".")
-    found = importlib.import_module(".".join(SCRIPTS[f"{module}.py"].relative_to(REPO).with_suffix("").parts))
+    found = module_of(module)
     for attribute in attributes:
         fields = getattr(found, "__annotations__", {})  # a dataclass's fields without a default
         assert hasattr(found, attribute) or attribute in fields, name
         found = getattr(found, attribute, None)
 
 
-def test_its_figures_are_those_of_the_results():
+def test_the_readmes_loop_is_that_of_rl_py():
+    """In their order, with `...` for what is left out."""
+    rest = read("rl.py").partition("\ndef train(")[2].splitlines()
+    [loop] = blocks(README, "python")
+    for line in loop.splitlines():
+        if line.strip() != "...":
+            assert f"    {line}" in rest, line
+            rest = rest[rest.index(f"    {line}") + 1 :]
+
+
+def test_the_readmes_figures_are_those_of_the_results():
     """results/paradox.md has the means with their spread, results/bench.md the speed-ups."""
-    study, bench = ((REPO / "results" / name).read_text("utf-8") for name in ("paradox.md", "bench.md"))
     figures = re.findall(r"-?\d+\.\d+ ± \d+\.\d+(?: \[[\d.]+\])?", TEXT[README])
-    assert len(figures) > 10 and all(figure in study for figure in figures)
+    assert len(figures) > 10 and all(figure in read("results/paradox.md") for figure in figures)
     gains = re.findall(r"\b\d+(?:\.\d+)?x\b", TEXT[README])
-    assert len(gains) >= 2 and all(f" {gain} " in bench for gain in gains)
+    assert len(gains) >= 2 and all(f" {gain} " in read("results/bench.md") for gain in gains)
 
 
-def test_the_hook_runs_the_ruff_that_is_pinned():
-    hook = re.search(r"ruff-pre-commit\n +rev: v(\S+)", (REPO / ".pre-commit-config.yaml").read_text("utf-8"))[1]
-    for name in ("requirements-cpu.txt", "requirements.txt"):
-        assert f"\nruff=={hook}\n" in (REPO / name).read_text("utf-8")
-
-
-def test_the_lock_holds_what_the_requirements_pin_and_every_package_once():
+def test_pins_agree():
     """An outdated lock would install another SGLang than the code was written for."""
-    pins, locked = (
-        re.findall(r"^([\w.-]+)==([^\s;]+)", (REPO / name).read_text(encoding="utf-8"), re.M)
-        for name in ("requirements.txt", "requirements.lock")
-    )
-    assert len(pins) > 12 and set(pins) <= set(locked)
-    names = [name for name, _ in locked]
-    assert (
-        len(names) == len(set(names)) and f"pins all {len(names) + 1} packages" in TEXT[README]
-    )  # and ./configs/cuda-tile
+    pins, lock = (re.findall(r"^([\w.-]+)==([^\s;]+)", read(f"requirements.{kind}"), re.M) for kind in ("txt", "lock"))
+    assert len(pins) > 12 and set(pins) <= set(lock) and len(lock) == len(dict(lock))
+    assert f"pins all {len(lock) + 1} packages" in TEXT[README]  # and ./configs/cuda-tile
+    hook = re.search(r"ruff-pre-commit\n +rev: v(\S+)", read(".pre-commit-config.yaml"))[1]
+    assert all(f"\nruff=={hook}\n" in read(name) for name in ("requirements-cpu.txt", "requirements.txt"))

@@ -10,15 +10,13 @@ from scripted import group_that_said
 from tiny import noise
 
 import grpo
-from episode import Call, Group, Prompt, Trajectory
+from episode import Call, Group, Trajectory
 from grpo import GRPOConfig, assign_advantages, group_advantage, token_losses
 from rewards import Anchor, RewardConfig, structural_mask
 from rl import RLConfig
 from runtime.checkpoints import load_policy
-from runtime.packing import Bundle, bundle_rows
 from runtime.policy import PolicyConfig
 from runtime.render import END_OF_TURN
-from runtime.video import Clip
 
 TIDY = f"<think>\nA clip shows it.\n</think>\n<answer>red</answer>{END_OF_TURN}"
 LOOSE = f"<think>\nA clip shows it.\nThe answer is red.{END_OF_TURN}"
@@ -49,15 +47,16 @@ def count_sampled(one: Group) -> int:
 # ------------------------------------------------------------------------------------------------ advantages
 
 
-def test_advantages_are_centred_and_scaled_by_the_sample_deviation():
-    found = group_advantage([1, 0, 0, 1, 1])
-    assert found == pytest.approx(np.array([0.4, -0.6, -0.6, 0.4, 0.4]) / math.sqrt(0.3))
-
-
-@pytest.mark.parametrize("rewards", [[0.1 + 0.2, 0.3, 0.3], [0.7]])
-def test_a_flat_group_has_no_advantage_whatever_rounding_leaves(rewards):
-    """Past bug: 0.1 + 0.2 and 0.3 differ in the last bit, and dividing by a std of 1e-17 blew that up."""
-    assert not group_advantage(rewards).any()
+@pytest.mark.parametrize(
+    "rewards, advantages",
+    [
+        ([1, 0, 0, 1, 1], np.array([0.4, -0.6, -0.6, 0.4, 0.4]) / math.sqrt(0.3)),  # the sample deviation
+        ([0.1 + 0.2, 0.3, 0.3], [0, 0, 0]),  # past bug: they differ in the last bit, and dividing by 1e-17 blew that up
+        ([0.7], [0]),
+    ],
+)
+def test_advantages_are_centred_and_scaled_or_0_in_a_flat_group(rewards, advantages):
+    assert group_advantage(rewards) == pytest.approx(np.array(advantages))
 
 
 def test_selective_anchoring_moves_structural_tokens_only(toy_renderer):
@@ -77,7 +76,8 @@ def test_selective_anchoring_moves_structural_tokens_only(toy_renderer):
 
 def test_without_the_anchor_every_token_has_its_episodes_advantage(toy_renderer):
     cfg = settings("off")
-    one = group_that_said(toy_renderer, cfg, [TIDY, WRONG, LOOSE.replace("red", "blue")])
+    one = group_that_said(toy_renderer, cfg, [TIDY, WRONG, LOOSE.replace("red", "blue"), WRONG])
+    one.episodes[3].error_kind = "EngineError"  # it is not compared and not trained on
     [bundle], _ = bundle_groups([one], cfg)
     for row, a in zip(bundle.rows, group_advantage([1, 0, 0]), strict=True):
         assert row.loss_weights == pytest.approx(np.full(len(row.ids), a, np.float32))
@@ -85,30 +85,22 @@ def test_without_the_anchor_every_token_has_its_episodes_advantage(toy_renderer)
     assert not bundles  # both right: nothing to learn
 
 
-def test_the_mean_is_over_the_tokens_of_all_ranks_flat_groups_included(toy_renderer, monkeypatch):
+def test_tokens_and_micro_batches_are_counted_over_all_ranks_flat_groups_included(toy_renderer, monkeypatch):
     cfg = settings("off")
     groups = [
-        group_that_said(toy_renderer, cfg, [TIDY, WRONG], "a"),
-        group_that_said(toy_renderer, cfg, [TIDY, TIDY], "b"),
+        group_that_said(toy_renderer, cfg, turns, name) for name, turns in (("a", [TIDY, WRONG]), ("b", [TIDY] * 2))
     ]
-    tokens = sum(map(count_sampled, groups))
     monkeypatch.setattr(grpo, "gather", lambda mine: [mine, 3])  # another rank has 3
     _, total_tokens = bundle_groups(groups, cfg)
-    assert total_tokens == tokens + 3
-
-
-def test_all_ranks_have_as_many_micro_batches_as_the_one_with_the_most(monkeypatch):
-    monkeypatch.setattr(grpo, "gather", lambda mine: [mine, 3])  # another rank has 3
-    assert grpo.micro_batches([], 100) == [[], [], []]
+    assert total_tokens == sum(map(count_sampled, groups)) + 3
+    assert grpo.micro_batches([], 100) == [[], [], []]  # as many passes as the rank with the most
 
 
 def test_batch_normalisation_is_over_all_episodes_of_all_ranks_and_spares_the_anchor(toy_renderer, monkeypatch):
     """Past bug: the std left out flat groups, so normalisation was a constant factor."""
     cfg = settings(grpo={"normalise": "batch", "kl_coef": 0.1})
-    varied, flat = (
-        group_that_said(toy_renderer, cfg, [TIDY, WRONG, LOOSE], "a"),
-        group_that_said(toy_renderer, cfg, [TIDY] * 3, "b"),
-    )
+    varied = group_that_said(toy_renderer, cfg, [TIDY, WRONG, LOOSE], "a")
+    flat = group_that_said(toy_renderer, cfg, [TIDY] * 3, "b")
     own = group_advantage([1, 0, 1])
     # Another rank has two episodes, and no tokens.
     monkeypatch.setattr(grpo, "gather", lambda mine: [mine, [4.0, -4.0] if isinstance(mine, list) else 0])
@@ -131,51 +123,6 @@ def test_sub_agents_share_the_advantage_and_not_the_anchors(toy_renderer):
     assert total_tokens == count_sampled(one) + reporter.n_sampled  # the mean includes its tokens
     bundles, total_tokens = bundle_groups([one], cfg)
     assert [bundle.rows for bundle in bundles] == [rows_of(one)] and total_tokens == count_sampled(one)
-
-
-def test_a_failed_episode_is_not_compared_and_not_trained_on(toy_renderer):
-    cfg = settings()
-    one = group_that_said(toy_renderer, cfg, [TIDY, WRONG, WRONG])
-    one.episodes[2].error_kind = "EngineError"
-    [bundle], _ = bundle_groups([one], cfg)
-    assert bundle.rows == rows_of(one)[:2]
-
-
-def test_a_bundle_has_the_frames_of_its_rows_and_fits_into_the_token_budget():
-    """Past bug: stamps are rounded to 0.1 s, so two almost equal windows had equal prompts and shared one's frames."""
-    dark, light = (Prompt([5, 6], [Clip(np.full((1, 32, 32, 3), shade, np.uint8), (1.0,))]) for shade in (0, 255))
-    first, other, second, third = (Trajectory(p, [i], [1]) for p, i in ((dark, 7), (light, 8), (dark, 9), (dark, 9)))
-    bundles = bundle_rows([first, other, second, third], 4)
-    assert [bundle.prompt for bundle in bundles] == [dark, light, dark]
-    assert [bundle.rows for bundle in bundles] == [[first, second], [other], [third]]
-
-
-def test_the_rows_of_a_group_share_its_prompt_and_copies_of_its_task_do_not(toy_renderer):
-    """A batch can draw one task twice. Its two prompts have equal ids, but are two objects."""
-    cfg = settings()
-    groups = [group_that_said(toy_renderer, cfg, turns) for turns in ([TIDY, WRONG, BARE], [WRONG, TIDY])]
-    assert groups[0].episodes[0].main.prompt.ids == groups[1].episodes[0].main.prompt.ids
-    bundles, _ = bundle_groups(groups, cfg)
-    for found in (bundles, bundle_rows(rows_of(groups[0]) + rows_of(groups[1]), 10_000)):
-        for bundle, one in zip(found, groups, strict=True):
-            assert all(row is main for row, main in zip(bundle.rows, rows_of(one), strict=True))
-            assert all(row.prompt is bundle.prompt for row in bundle.rows)
-
-
-def test_the_policy_returns_weights_and_behaviour_logprobs_of_the_targets_in_their_order(toy_renderer, toy_dir):
-    policy = load_policy(PolicyConfig(str(toy_dir / "model")), toy_renderer.never_sampled)
-    bundles = [tiny.text_bundle([40, 41], [42, 43, 44], [45, 46]), tiny.text_bundle([47], [48, 49], [50, 51, 52])]
-    masks = iter([[0, 1, 1], [1, 0], [0, 0], [1, 0, 1]])
-    for row in [row for bundle in bundles for row in bundle.rows]:
-        row.mask = next(masks)
-        row.loss_weights = np.array(row.ids, np.float32)
-        row.logprobs = [-token / 8 for token in row.ids]
-    with torch.no_grad():
-        output = policy(bundles)
-    targets = [43, 44, 45, 50, 52]
-    assert output.loss_weights.tolist() == targets
-    assert output.behaviour_logprobs.tolist() == [-token / 8 for token in targets]
-    assert len(output.logprobs) == len(targets)
 
 
 # ------------------------------------------------------------------------------------------------ the loss
@@ -224,15 +171,17 @@ def test_a_token_that_could_not_be_sampled_leaves_the_gradient_alone():
     assert stats["over_cap_fraction"].tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("budget, passes", [(32, 4), (10_000, 1)])
-def test_an_update_has_the_loss_and_gradient_of_plain_transformers(toy_renderer, toy_dir, budget, passes):
+@pytest.mark.parametrize("budget, passes, kl_coef", [(32, 5, 0.2), (10_000, 1, 0.2), (10_000, 1, 0.0)])
+def test_an_update_has_the_loss_and_gradient_of_plain_transformers(toy_renderer, toy_dir, budget, passes, kl_coef):
     """Compute them row by row, at the sampling temperature, without banned ids, and with another policy as the reference. The token
-    budget splits groups but changes nothing."""
-    cfg = settings(grpo={"train_tokens": budget, "kl_coef": 0.2})
+    budget splits groups but changes nothing. Without a KL, the flat group is skipped: its tokens are in the loss's mean only."""
+    cfg = settings(grpo={"train_tokens": budget, "kl_coef": kl_coef})
     frames, pad = noise(2, width=32, height=32), toy_renderer.image_pad
     prompts = {"a": (40, pad, 41, pad, 42), "b": (40, pad, 41, pad, 43)}
-    turns = [TIDY, WRONG, LOOSE]
-    groups = [group_that_said(toy_renderer, cfg, turns, name, prompt) for name, prompt in prompts.items()]
+    groups = [
+        group_that_said(toy_renderer, cfg, [TIDY, WRONG, LOOSE], name, prompt) for name, prompt in prompts.items()
+    ]
+    flat = group_that_said(toy_renderer, cfg, [TIDY, TIDY], "flat")
     weights = PolicyConfig(str(toy_dir / "model"), freeze=())
     policy, reference = (load_policy(weights, toy_renderer.never_sampled) for _ in range(2))
     plain, other = (tiny.plain(toy_dir / "model") for _ in range(2))
@@ -240,95 +189,59 @@ def test_an_update_has_the_loss_and_gradient_of_plain_transformers(toy_renderer,
         for p in (*reference.parameters(), *other.parameters()):
             p.mul_(1.2)
 
+    def distributions(model, main):
+        """Return the log-probs of each sampled token over the vocabulary, [N, V]."""
+        logits = model(**tiny.plain_inputs(model, main.all_ids, main.clips)).logits[0]
+        logits = logits.index_fill(1, torch.tensor(toy_renderer.never_sampled), -1e9) / 0.7
+        return logits.log_softmax(-1)[len(main.prompt.ids) - 1 : -1][torch.tensor(main.mask).bool()]
+
     def logprobs_of(model, main):
-        logprobs = tiny.plain_logprobs(model, toy_renderer.never_sampled, main.all_ids, main.clips, 0.7)
-        return logprobs[len(main.prompt.ids) - 1 :]
+        sampled = torch.tensor([token for token, m in zip(main.ids, main.mask) if m])
+        return distributions(model, main).gather(-1, sampled[:, None])[:, 0]
 
     # The engine is a little off, and once far off.
     for one in groups:
         one.episodes[0].main.prompt.clips.append(frames)  # all its episodes have this prompt
-        for main in rows_of(one):
-            with torch.no_grad():
-                found = logprobs_of(plain, main)
-            found += 0.5 * torch.arange(len(found)).sin()
-            main.logprobs = found.tolist()
+    for main in [main for one in (flat, *groups) for main in rows_of(one)]:
+        assert all(main.mask)
+        with torch.no_grad():
+            found = logprobs_of(plain, main)
+        main.logprobs = (found + 0.5 * torch.arange(len(found)).sin()).tolist()
     main.logprobs[-3] -= 9
-    bundles, total_tokens = bundle_groups(groups, cfg)
+    bundles, total_tokens = bundle_groups([*groups, flat], cfg)
     parts = grpo.micro_batches(bundles, budget)
     assert len(parts) == passes
     assert all(sum(map(len, part)) <= budget for part in parts)
-    measured = grpo.accumulate(policy, reference, bundles, total_tokens, 0.7, cfg.grpo)
+    measured = grpo.accumulate(policy, reference if kl_coef else None, bundles, total_tokens, 0.7, cfg.grpo)
 
     # By hand: r = 1, w = pi / pi_behaviour <= 5, the KL, and the mean over all tokens.
-    losses, kls, gaps = [], [], []
-    for one in groups:
+    found = {name: [] for name in ("loss", "kl", "logprob_gap", "entropy", "over_cap_fraction")}
+    for one in [*groups, flat] if kl_coef else groups:
         own = group_advantage([e.rewards["R"] for e in one.episodes])
         tags = group_advantage([e.rewards["R_anchor"] for e in one.episodes])
         for main, a, t in zip(rows_of(one), own, tags, strict=True):
-            sampled = torch.tensor(main.mask).bool()
-            new, old = logprobs_of(plain, main)[sampled], torch.tensor(main.logprobs)[sampled]
+            new, old = logprobs_of(plain, main), torch.tensor(main.logprobs)
             with torch.no_grad():
-                ref = logprobs_of(other, main)[sampled]
+                ref, log = logprobs_of(other, main), distributions(plain, main)
             w = (new.detach() - old).exp()
             weight = torch.where(w <= cfg.grpo.behaviour_cap, w, 0.0) * (new - new.detach()).exp()
             kl = weight * ((ref - new).exp() - (ref - new) - 1)
-            struct = torch.tensor(structural_mask(main, toy_renderer))[sampled]
-            losses.append(cfg.grpo.kl_coef * kl - weight * (a + 0.5 * t * struct))
-            kls.append(kl)
-            gaps.append((new - old).abs())
-    loss, kl, gap = (torch.cat(values) for values in (losses, kls, gaps))
-    loss.mean().backward()
-    assert measured["learned_tokens"] == len(loss) == total_tokens
-    assert measured["loss"] == pytest.approx(loss.mean().item(), rel=1e-4)  # past mutant: divided by the tokens again
-    assert measured["kl"] == pytest.approx(kl.mean().item(), rel=1e-4)
-    assert measured["logprob_gap"] == pytest.approx(gap.mean().item(), rel=1e-4)
-    assert measured["logprob_gap_max"] == pytest.approx(gap.max().item(), rel=1e-4)
+            struct = torch.tensor(structural_mask(main, toy_renderer))
+            found["loss"].append(kl_coef * kl - weight * (a + 0.5 * t * struct))
+            found["kl"].append(kl)
+            found["logprob_gap"].append((new - old).abs())
+            found["entropy"].append(-(log.exp() * log).sum(-1))
+            found["over_cap_fraction"].append((w > cfg.grpo.behaviour_cap).float())
+    found = {name: torch.cat(values) for name, values in found.items()}
+    (found["loss"].sum() / total_tokens).backward()
+    expected = {name: values.mean().item() for name, values in found.items()}
+    expected |= {"loss": found["loss"].sum().item() / total_tokens, "learned_tokens": len(found["loss"])}
+    expected["logprob_gap_max"] = found["logprob_gap"].max().item()
+    if not kl_coef:
+        del expected["kl"]
+    assert total_tokens == sum(map(count_sampled, [*groups, flat]))
+    assert measured == pytest.approx(expected, rel=1e-4)  # past mutant: divided by the tokens again
     tiny.assert_close(tiny.gradients(policy.model), tiny.gradients(plain), 1e-3)
-
-
-@pytest.mark.parametrize("kl_coef, n_learned_groups", [(0.0, 1), (0.3, 2)])
-def test_the_loss_is_a_mean_over_all_tokens_and_a_metric_over_the_learned_ones(
-    toy_renderer, toy_dir, kl_coef, n_learned_groups
-):
-    """Without a KL, the flat group is skipped: its tokens are in the loss's mean only."""
-    cfg = settings("off", grpo={"kl_coef": kl_coef})
-    groups = [
-        group_that_said(toy_renderer, cfg, [TIDY, BARE.replace("red", "blue")], "a"),
-        group_that_said(toy_renderer, cfg, [TIDY, TIDY], "b"),
-    ]
-    bundles, total_tokens = bundle_groups(groups, cfg)
-    policy = load_policy(PolicyConfig(str(toy_dir / "model")), toy_renderer.never_sampled)
-
-    def reference(bundles, temperature, features):
-        return policy(bundles, temperature, features)._replace(logprobs=policy(bundles).logprobs - 1)
-
-    # In row i, the engine's log-probs are off by gaps[i].
-    rows = rows_of(groups[0]) + rows_of(groups[1])
-    gaps = np.array([0.1, 0.3, 0.6, 0.6])
-    for row, gap in zip(rows, gaps, strict=True):
-        with torch.no_grad():
-            row.logprobs = (policy([Bundle(row.prompt, [row])]).logprobs + gap).tolist()
-    with torch.no_grad():
-        entropies = policy(bundles).entropies
-    measured = grpo.accumulate(policy, reference if kl_coef else None, bundles, total_tokens, 1.0, cfg.grpo)
-
-    # w = exp(-gap), r = 1, and the KL's k3 at d = -1 is 1/e.
-    n = np.array([row.n_sampled for row in rows])
-    advantages = np.array([*group_advantage([1, 0]), 0, 0])
-    kls = np.exp(-gaps) / math.e
-    losses = -np.exp(-gaps) * advantages + kl_coef * kls
-    learned = n * np.array([1, 1, 0, 0] if n_learned_groups == 1 else [1, 1, 1, 1])
-    expected = {
-        "loss": (n * losses).sum() / n.sum(),
-        "logprob_gap": (learned * gaps).sum() / learned.sum(),
-        "entropy": entropies.mean().item(),
-        "over_cap_fraction": 0.0,
-        "logprob_gap_max": 0.3 if n_learned_groups == 1 else 0.6,
-        "learned_tokens": learned.sum(),
-    }
-    if kl_coef:
-        expected["kl"] = (learned * kls).sum() / learned.sum()
-    assert measured == pytest.approx(expected, rel=1e-3)
 
 
 def test_an_update_without_a_row_has_no_tokens_and_nan_is_never_hidden(toy_renderer, toy_dir):
@@ -337,10 +250,6 @@ def test_an_update_without_a_row_has_no_tokens_and_nan_is_never_hidden(toy_rende
     policy = load_policy(PolicyConfig(str(toy_dir / "model")), toy_renderer.never_sampled)
     assert grpo.accumulate(policy, None, [], 10, 1.0, cfg.grpo)["learned_tokens"] == 0
     bundles, total_tokens = bundle_groups([group_that_said(toy_renderer, cfg, [TIDY, WRONG])], cfg)
-    measured = grpo.accumulate(policy, None, bundles, total_tokens, 1.0, cfg.grpo)
-    with torch.no_grad():
-        expected = policy(bundles).entropies.mean().item()
-    assert measured["entropy"] == pytest.approx(expected, rel=1e-4)
     bundles[0].rows[0].logprobs[3] = math.nan
     broken = grpo.accumulate(policy, None, bundles, total_tokens, 1.0, cfg.grpo)
     assert math.isnan(broken["logprob_gap"])

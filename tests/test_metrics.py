@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from scripted import Characters, crop, episode_of_turns
 
 from episode import CALL_ERRORS, NO_PROMPT, Call, Episode, Group, Prompt, Task, Trajectory, console_text
 from metrics import describe, f_release, format_metrics
@@ -12,11 +13,10 @@ from rewards import TAG_LIMITS, Anchor, RewardConfig
 from runtime.policy import PolicyConfig
 from runtime.render import END_OF_TURN
 from runtime.run import utilisation
-from study.lab import Characters, episode_of_turns
 from tools import TOOLS
 
-CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 16}}\n</tool_call>'
 CODE = "<tool_code>\ncrop_video(start_time=0, end_time=16)\n</tool_code>"
+CALL = crop(0, 16)
 LOOK = f"<think>\nLet me look closer.\n</think>\n{CALL}{END_OF_TURN}"
 DONE = f"<think>\nThe clip shows it.\n</think>\n<answer>B</answer>{END_OF_TURN}"
 MCQ = Task("t", "Which?\nA. red\nB. blue", (), "mcq", "B", ("red", "blue"))

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from scripted import Characters
 from scripts import REPO
 
 from episode import Episode, Group, Prompt, episodes_of
-from evals.tables import markdown
 from grpo import assign_advantages, bundle_groups, token_losses
 from metrics import add_format_metrics
 from rewards import assign_rewards
@@ -19,7 +19,6 @@ from runtime import config
 from runtime.lines import read_lines
 from runtime.packing import pack_bundles
 from runtime.video import Clip
-from study.lab import Characters
 
 PAGE = (REPO / "docs" / "one_step.md").read_text("utf-8")
 RECORD, *EPISODES = read_lines(REPO / "docs" / "one_step.jsonl")
@@ -45,8 +44,10 @@ def fenced(text: str) -> str:
     return f"```text\n{re.sub('<.vision_start.>(<.image_pad.>)+<.vision_end.>', '[frame]', text)}\n```"
 
 
-def table(title: str, header: list[str], rows: list[list]) -> str:
-    return markdown(title, header, [dict(zip(header, row, strict=True)) for row in rows])
+def table(title: str) -> list[list[str]]:
+    """Return the cells of the page's table below this line, with its header."""
+    header, _, *rows = re.match(r"(?:\|.*\n)+", PAGE.split(f"\n{title}\n\n")[1])[0].splitlines()
+    return [re.split(r" *(?<!\\)\| *", row)[1:-1] for row in (header, *rows)]
 
 
 def test_the_pages_figures_are_what_the_code_makes_of_the_record():
@@ -82,16 +83,18 @@ def test_the_pages_figures_are_what_the_code_makes_of_the_record():
     parts = np.array([[episode.rewards[name] for name in names] for episode in episodes])  # [G, 5]
     rows.append(["mean", *(f"{x:.4f}" for x in parts.mean(axis=0)), "", ""])
     rows.append(["std", *(f"{x:.4f}" for x in parts.std(axis=0, ddof=1)), "", ""])
-    assert table("8 episodes:", ["", *names, "A", "A_anchor"], rows) in PAGE
+    assert table("8 episodes:") == [["", *names, "A", "A_anchor"], *rows]
 
     # one turn, token by token
     torn = bundle.rows[RECORD["torn"]]
     rows = []
     for t in range(*torn.turns[-1]):
         token = code(renderer.decode([torn.ids[t]]))
-        rows.append([token, torn.mask[t], torn.structural[t], f"{torn.loss_weights[t]:.3f}" if torn.mask[t] else ""])
+        rows.append(
+            [token, str(torn.mask[t]), str(torn.structural[t]), f"{torn.loss_weights[t]:.3f}" if torn.mask[t] else ""]
+        )
     title = f"Episode {RECORD['torn'] + 1}, last turn:"
-    assert table(title, ["token", "mask", "struct", "A_t"], rows) in PAGE
+    assert table(title) == [["token", "mask", "struct", "A_t"], *rows]
 
     # the packed sequence
     rows = []
@@ -99,7 +102,7 @@ def test_the_pages_figures_are_what_the_code_makes_of_the_record():
         name, sees = ("prompt", "") if i == 0 else (f"row {i}", f"{s.prompt_start}–{s.prompt_stop - 1}, ")
         first, last = packed.positions[0, [s.start, s.stop - 1]]
         rows.append([name, f"{s.start}–{s.stop - 1}", f"{first}–{last}", f"{sees}{s.start}–t"])
-    assert table(f"{len(packed.ids)} tokens:", ["segment", "tokens", "positions", "token t sees"], rows) in PAGE
+    assert table(f"{len(packed.ids)} tokens:") == [["segment", "tokens", "positions", "token t sees"], *rows]
 
     # the loss of three tokens, and the denominator
     pi, reference = torch.tensor(RECORD["logprobs"])  # each [N]
@@ -110,7 +113,7 @@ def test_the_pages_figures_are_what_the_code_makes_of_the_record():
     rows = [[name, *(f"{column[n]:.4f}" for n in RECORD["three"])] for name, column in columns.items()]
     tokens = [code(renderer.decode([packed.targets[n]])) for n in RECORD["three"]]
     header = ["", *(f"{i}: {token}" for i, token in enumerate(tokens, 1))]
-    assert table("Three tokens:", header, rows) in PAGE
+    assert table("Three tokens:") == [header, *rows]
     total, n = losses.sum().item(), RECORD["total_tokens"]
     assert f"Σ l / total_tokens = {total:.3f} / {n:.0f} = {total / n:.5f}, a sum over {n_tokens:.0f} tokens." in PAGE
 

@@ -63,17 +63,14 @@ def test_the_sizes_that_need_no_download_are_those_from_which_trainings_start():
     assert PUBLISHED.keys() == needed
 
 
-def test_the_8b_shapes_are_the_published_ones():
-    policy = meta_policy(EIGHT)
-    assert count(policy) == 8_767_123_696 and count(policy.text.layers[0]) == 192_946_432
-    assert count(policy, trained=True) == 7_568_405_504 + 622_329_856
-    assert count(meta_policy(PolicyConfig(EIGHT.checkpoint, freeze=())), trained=True) == count(policy)
-
-
-def test_the_shapes_of_qwen25_vl_7b_are_the_published_ones():
-    policy = meta_policy(PolicyConfig("Qwen/Qwen2.5-VL-7B-Instruct"))
-    assert count(policy) == 8_292_166_656 and count(policy, trained=True) == 7_615_616_512
-    assert plan_training(policy.cfg, 8, 8192).total_gib < plan_training(EIGHT, 8, 8192).total_gib
+@pytest.mark.parametrize("name, weights, trained", [
+    ("Qwen/Qwen3-VL-8B-Instruct", 8_767_123_696, 7_568_405_504 + 622_329_856),
+    ("Qwen/Qwen2.5-VL-7B-Instruct", 8_292_166_656, 7_615_616_512),
+])  # fmt: skip
+def test_the_shapes_are_the_published_ones(name, weights, trained):
+    policy = meta_policy(PolicyConfig(name))
+    assert count(policy) == weights and count(policy, trained=True) == trained
+    assert count(meta_policy(PolicyConfig(name, freeze=())), trained=True) == weights
 
 
 def test_the_sums_are_what_the_real_update_holds():
@@ -94,21 +91,12 @@ def test_what_may_not_fit_is_warned_of_and_what_cannot_is_refused(monkeypatch, c
         plan.show(gpu_gib)
         told = capsys.readouterr().out
         assert f"GiB of {gpu_gib}" in told and ("WARNING" in told) is warns
-    with pytest.raises(
-        ConfigError, match="weights and optimizer state, 12.* GiB, do not fit into 80 GiB; take more GPUs"
-    ):
+    with pytest.raises(ConfigError, match="12.* GiB, .* 80 GiB"):
         plan_training(EIGHT, 1, 8192).require_room(80)  # 16 bytes for each of 8.2e9 trained weights
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: SimpleNamespace(total_memory=int(10.5 * GIB)))
-    with pytest.raises(ConfigError, match="do not fit into 10.5 GiB"):
+    with pytest.raises(ConfigError, match="10.5 GiB"):
         require_memory(PlanConfig(), [plan])
-
-
-def test_knobs_move_the_sum_in_their_direction():
-    base = plan_training(EIGHT, 8, 8192).total_gib
-    assert plan_training(EIGHT, 4, 8192).total_gib > base > plan_training(EIGHT, 8, 4096).total_gib
-    for change in ({"freeze": ()}, {"activation_checkpointing": False}):
-        assert plan_training(PolicyConfig(EIGHT.checkpoint, **change), 8, 8192).total_gib > base
 
 
 def rl_plans(**changes):
@@ -120,11 +108,9 @@ def rl_plans(**changes):
 
 def test_a_full_context_and_an_engine_in_the_trainer_are_planned_for():
     """Past bug: the plan assumed train_tokens, but a single episode can be longer."""
-    [beside], [shorter], [within] = (
-        rl_plans(urls=("http://x",)),
-        rl_plans(urls=("http://x",), max_context=4096),
-        rl_plans(),
-    )
+    [beside] = rl_plans(urls=("http://x",))
+    [shorter] = rl_plans(urls=("http://x",), max_context=4096)
+    [within] = rl_plans()
     assert beside.total_gib == plan_training(EIGHT, 4, 16_384).total_gib > shorter.total_gib
     assert within.total_gib - beside.total_gib == pytest.approx((2 * 8_767_123_696 + 1000 * 2 * 147_456) / GIB)
 
@@ -157,7 +143,7 @@ def test_an_unknown_checkpoint_is_told_what_the_plan_needs(tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json"):
         plan_training(PolicyConfig(str(tmp_path)), 8, 8192)
     # For another model of the hub, the plan does not use the family that an inherited config names.
-    with pytest.raises(FileNotFoundError, match="Qwen/Qwen3-VL-64B-Instruct: neither a folder nor a model on the hub"):
+    with pytest.raises(FileNotFoundError, match="Qwen/Qwen3-VL-64B-Instruct"):
         plan_training(PolicyConfig("Qwen/Qwen3-VL-64B-Instruct", family=EIGHT.checkpoint), 8, 8192)
     trained_later = PolicyConfig("runs/sft_8b/model", family=EIGHT.checkpoint)
     assert plan_training(trained_later, 8, 8192).total_gib == plan_training(EIGHT, 8, 8192).total_gib

@@ -18,11 +18,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
+from episode import Prompt
 from runtime.checkpoints import load_policy
 from runtime.distributed import rank, world_size
-from runtime.packing import Bundle
+from runtime.packing import Bundle, bundle_rows
 from runtime.policy import PolicyConfig, _ChunkedLogprobs, compute_logits, pick_kernel
 from runtime.run import OptimConfig, clip_gradients, learning_rate, make_optimizer, optimizer_step
+from runtime.video import Clip
 
 torch.set_num_threads(1)
 both_families = pytest.mark.parametrize("family", tiny.CELL, indirect=True)
@@ -103,6 +105,35 @@ def test_log_probs_and_entropies_are_those_of_plain_rows(oracle, shared, cell, s
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
+@settings(max_examples=6, derandomize=True)
+@given(st.integers(0, 10**6), st.sampled_from([20, 60, 10_000]))
+def test_bundling_loses_no_row_and_each_has_the_log_probs_that_it_has_alone(shared, cell, seed, budget):
+    """Two prompts of equal ids have other frames. Past bug: stamps are rounded to 0.1 s, so two almost equal windows had equal
+    prompts and shared one's frames."""
+    bundles, _ = tiny.random_bundles(seed, cell=cell)
+    twin = Prompt(bundles[0].prompt.ids, [Clip(255 - clip.pixels, clip.times) for clip in bundles[0].prompt.clips])
+    rows = [replace(row, prompt=twin) for row in bundles[0].rows] + [row for bundle in bundles for row in bundle.rows]
+    rng = np.random.default_rng(seed)
+    rng.shuffle(rows)
+    for row in rows:
+        row.logprobs, row.loss_weights = rng.random((2, len(row.ids)))
+    bundled = bundle_rows(rows, budget)
+    packed = [row for bundle in bundled for row in bundle.rows]
+    assert sorted(map(id, packed)) == sorted(map(id, rows))
+    for bundle in bundled:
+        assert all(row.prompt is bundle.prompt for row in bundle.rows)
+        assert len(bundle) <= budget or len(bundle.rows) == 1
+    if budget == 10_000:
+        assert len(bundled) == len({row.prompt for row in rows})
+    with torch.no_grad():
+        together = shared(bundled)
+        alone = [shared([Bundle(row.prompt, [row])]).logprobs for row in packed]
+    torch.testing.assert_close(together.logprobs, torch.cat(alone), atol=1e-5, rtol=1e-5)
+    for found, column in ((together.loss_weights, "loss_weights"), (together.behaviour_logprobs, "logprobs")):
+        of_targets = [value for row in packed for value, m in zip(getattr(row, column), row.mask) if m]
+        assert found.tolist() == np.float32(of_targets).tolist()
+
+
 @pytest.mark.slow
 @both_families
 def test_compiled_blocks_compute_the_same_and_are_compiled_once_for_all_lengths(path, shared, cell):
@@ -141,22 +172,18 @@ def test_every_pass_runs_the_tower_once_and_reaches_every_parameter(path, cell):
 
 
 def test_bundles_that_contradict_themselves_are_refused(shared, cell):
-    rng = np.random.default_rng(5)
-    good, _ = tiny.bundle(rng, (5, 1), [(5, 1)], cell)
+    good, _ = tiny.bundle(np.random.default_rng(5), (5, 1), [(5, 1)], cell)
     [row] = good.rows
-
-    def variant(**changes):
-        return [Bundle(good.prompt, [replace(row, **changes)])]
-
     pad = row.ids.index(tiny.IMAGE_PAD)
-    for bundles, message in [
-        (variant(call_clips=[]), "frames"),
-        (variant(call_clips=[*row.call_clips, *good.prompt.clips]), "1 more frames than images"),
-        (variant(ids=row.ids[: pad + 1], mask=[0] * (pad + 1)), "inside an image"),
-        ([tiny.alone([4, 5], [1, 1])], "without a prompt"),
+    for changes, message in [
+        ({"call_clips": []}, "frames"),
+        ({"call_clips": [*row.call_clips, *good.prompt.clips]}, "1 more frames"),
+        ({"ids": row.ids[: pad + 1], "mask": [0] * (pad + 1)}, "inside an image"),
     ]:
         with pytest.raises(ValueError, match=message):
-            shared(bundles)
+            shared([Bundle(good.prompt, [replace(row, **changes)])])
+    with pytest.raises(ValueError, match="without a prompt"):
+        shared([tiny.alone([4, 5], [1, 1])])
 
 
 # ------------------------------------------------------------------------------------------------ vision
@@ -231,57 +258,31 @@ def test_kernels_are_picked_by_device_and_dtype():
     assert pick_kernel(gpu, torch.bfloat16) in ("flash", "varlen")
 
 
-def test_logits_are_not_rounded_where_the_rest_is_bf16():
-    """Past bug: they were bf16, which rounds a logit above 16 by up to 0.06, more than a healthy gap to the engine. The
-    oracle computes with the same bf16 numbers in fp64."""
+@pytest.mark.parametrize("dtype, block, chunk", [("bf16", 1024, 1), ("bf16", 1024, 7), ("bf16", 1024, 300), ("fp32", 7, 4), ("fp32", 10, 4), ("fp32", 20, 4), ("fp32", 64, 4)])  # fmt: skip
+def test_the_head_computes_in_fp32_in_chunks_of_tokens_and_blocks_of_rows(monkeypatch, dtype, block, chunk):
+    """The oracle computes with the same numbers in fp64. Past bugs: bf16 rounded a logit above 16 by up to 0.06, more than a
+    healthy gap to the engine, and autograd summed the head's gradient in bf16 and rounded after every chunk. 89 % of Qwen's
+    vocabulary is beyond HEAD_BLOCK, and the tests' models are all below it."""
+    monkeypatch.setattr("runtime.policy.HEAD_BLOCK", block)
     torch.manual_seed(0)
-    hidden, head = (torch.randn(rows, 256).bfloat16().requires_grad_() for rows in (40, tiny.VOCABULARY))
-    targets = torch.randint(0, 100, (40,))
+    rows, size, width = (300, tiny.VOCABULARY, 256) if dtype == "bf16" else (11, 20, 6)
+    banned = list(tiny.NEVER_SAMPLED) if dtype == "bf16" else [19]
+    hidden, head = (
+        torch.randn(n, width).to(torch.bfloat16 if dtype == "bf16" else torch.float32).requires_grad_()
+        for n in (rows, size)
+    )
+    targets, weights = torch.randint(0, 19, (rows,)), torch.rand(rows)
     exact = [x.detach().double().requires_grad_() for x in (hidden, head)]
     logits = exact[0] @ exact[1].t()
-    assert logits.abs().max() > 32
-    expected = (logits / 0.7).index_fill(1, torch.tensor(tiny.NEVER_SAMPLED), -torch.inf).log_softmax(-1)
-    expected = expected[range(40), targets]
-    logprobs, _ = _ChunkedLogprobs.apply(hidden, head, targets, 0.7, list(tiny.NEVER_SAMPLED), 7)
+    assert dtype == "fp32" or logits.abs().max() > 32
+    expected = (logits / 0.7).index_fill(1, torch.tensor(banned), -torch.inf).log_softmax(-1)[range(rows), targets]
+    logprobs, _ = _ChunkedLogprobs.apply(hidden, head, targets, 0.7, banned, chunk)
     assert (logprobs - expected).abs().max() < 1e-4
-    logprobs.sum().backward()
-    expected.sum().backward()
-    for ours, theirs in zip((hidden, head), exact):
-        assert relative_error({"g": ours.grad.double()}, {"g": theirs.grad}) < 2**-8
-
-
-def test_the_heads_gradient_is_summed_over_chunks_in_fp32(tmp_path):
-    """Past bug: autograd summed it in bf16 and rounded after every chunk."""
-    path = tiny.write(tmp_path / "model", tied=False)
-    bundle, _ = tiny.bundle(np.random.default_rng(0), (10, 0), [(200, 0), (200, 0)])
-    grads = {}
-    for chunk, dtype in ((1, "bf16"), (1024, "bf16"), (1024, "fp32")):
-        policy = load_policy(PolicyConfig(str(path), dtype=dtype), tiny.NEVER_SAMPLED, train=False)
-        policy.text.requires_grad_(True)
-        policy.model.lm_head.requires_grad_(True)
-        with mock.patch("runtime.policy.LOGIT_CHUNK", chunk):
-            policy([bundle]).logprobs.sum().backward()
-        grads[chunk, dtype] = {"head": policy.model.lm_head.weight.grad.float()}
-    assert relative_error(grads[1, "bf16"], grads[1024, "bf16"]) < 2**-8  # one rounding of the sum, and of each chunk
-    ours, at_once = (relative_error(grads[chunk, "bf16"], grads[1024, "fp32"]) for chunk in (1, 1024))
-    assert ours < 1.05 * at_once
-
-
-@pytest.mark.parametrize("block", [7, 10, 20, 64])
-def test_every_row_of_the_head_has_its_gradient_also_beyond_the_first_block(monkeypatch, block):
-    """89 % of Qwen's vocabulary is beyond HEAD_BLOCK, and the tests' models are all below it."""
-    monkeypatch.setattr("runtime.policy.HEAD_BLOCK", block)
-    generator = torch.Generator().manual_seed(0)
-    hidden, head = (torch.randn(rows, 6, generator=generator).requires_grad_() for rows in (11, 20))
-    targets = torch.randint(0, 19, (11,), generator=generator)
-    weights = torch.randn(11, generator=generator)
-    plain = [x.detach().clone().requires_grad_() for x in (hidden, head)]
-    logits = (plain[0] @ plain[1].t() / 0.7).index_fill(1, torch.tensor([19]), -torch.inf)
-    (-F.cross_entropy(logits, targets, reduction="none") * weights).sum().backward()
-    logprobs, _ = _ChunkedLogprobs.apply(hidden, head, targets, 0.7, [19], 4)
     (logprobs * weights).sum().backward()
-    for ours, theirs in zip((hidden, head), plain):
-        torch.testing.assert_close(ours.grad, theirs.grad)
+    (expected * weights).sum().backward()
+    for ours, theirs in zip((hidden, head), exact):
+        error = relative_error({"g": ours.grad.double()}, {"g": theirs.grad})
+        assert error < (2**-8 if dtype == "bf16" else 1e-5)  # one rounding of the sum
 
 
 # ------------------------------------------------------------------------------------------------ loading
@@ -306,17 +307,14 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(tmp_path):
     weights, norm = load_file(path / "model.safetensors"), "model.language_model.norm.weight"
     weights[norm] = weights[norm][:-1]
     save_file(weights, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="norm.weight is .47., in config.json .48."):
+    with pytest.raises(ValueError, match="norm.weight is .47.*.48."):
         load_policy(PolicyConfig(str(path)))
     del weights[norm]
     save_file(weights, path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=f"lacks 1 weights: {norm}"):
+    with pytest.raises(ValueError, match=f"1 weights: {norm}"):
         load_policy(PolicyConfig(str(path)))
     (path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
-    with pytest.raises(ValueError, match="model: its weights cannot be read: .*header"):
-        load_policy(PolicyConfig(str(path)))
-    (path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match="model lacks model.safetensors: "):
+    with pytest.raises(ValueError, match="model: .*header"):
         load_policy(PolicyConfig(str(path)))
 
 

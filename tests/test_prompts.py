@@ -2,24 +2,21 @@
 
 import dataclasses
 import re
-import shutil
 from pathlib import Path
 
 import pytest
 import yaml
-from scripted import END, TASK, MemoryVideos, play, turns
+from scripted import END, TASK, MemoryVideos, crop, play, turns
 from scripts import sft_config
 
 import sft
 from dialogues import Dialogue, Media
 from rl import RLConfig
-from rollout import RolloutConfig
 from runtime import config, script
 from runtime.prompts import Prompts, fill, subagent_system_prompt, system_prompt
 from runtime.render import Renderer
 from runtime.visual import ContractError
 from sft import SFTConfig, encode_dialogue
-from study import ask
 from tools import TOOLS
 
 TEXTS = {
@@ -28,17 +25,22 @@ TEXTS = {
     "subagent_system": "You see {start} to {end} of a video.",
     "subagent_request": 'Sum up these {duration} seconds as {"what": ...}.',
 }
-CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 4, "end_time": 9.5}}\n</tool_call>'
+FILM = Media("/data/v.mp4")
 SCHEMAS = [TOOLS["crop_video"].schema]
 
 
-def asked(renderer: Renderer, **cfg) -> list[str]:
-    """Return what the main agent and its sub-agent read in a rollout, frames as #."""
-    reply = turns("Closer.</think>" + CALL + END, "Seen.</think><answer>a</answer>" + END)
-    [episode] = play(
-        renderer, lambda prompt, seed: reply(prompt, seed) if "<tool_call>" in prompt else "A cat." + END, **cfg
-    )
+def asked(renderer: Renderer, own: Prompts, **cfg) -> list[str]:
+    """Return what the main agent and its sub-agent read in a rollout under these words, frames as #."""
+    said = turns("Closer.</think>" + crop(4, 9.5) + END, "Seen.</think><answer>a</answer>" + END)
+    [episode] = play(Renderer(renderer.tokenizer, renderer.contract, own), said, **cfg)
     return [read(renderer, t.prompt.ids) for t in [episode.main, *episode.subagents]]
+
+
+def learned(renderer: Renderer, own: Prompts, agent: str, question: str = TASK.question, media=FILM) -> str:
+    """Return what an SFT row with these words begins with."""
+    row = Dialogue("d", agent, question, (media,), ({"role": "assistant", "content": ["a cat"]},))
+    ids = encode_dialogue(row, MemoryVideos(), Renderer(renderer.tokenizer, renderer.contract, own), SCHEMAS).ids
+    return read(renderer, ids)
 
 
 def read(renderer: Renderer, ids: list[int]) -> str:
@@ -46,23 +48,18 @@ def read(renderer: Renderer, ids: list[int]) -> str:
 
 
 def test_every_agent_reads_the_own_words_in_rollouts_and_in_sft_rows(renderer):
-    own = Renderer(renderer.tokenizer, renderer.contract, Prompts(**TEXTS))
-    main, sub = asked(own)
+    own = Prompts(**TEXTS)
+    main, sub = asked(renderer, own)
     assert TEXTS["system"] in main and system_prompt(True) not in main and "crop_video" in main
     assert "You see 4.0 to 9.5 of a video." in sub and 'Sum up these 5.5 seconds as {"what": ...}.' in sub
-    [direct] = asked(own, dispatch="none")
+    [direct] = asked(renderer, own, dispatch="none")
     assert TEXTS["system_without_tools"] in direct and TEXTS["system"] not in direct
 
-    said = ({"role": "assistant", "content": ["a cat"]},)
-    film = Media("/data/v.mp4")
-    for agent, prompt, question, media in (
-        ("main", main, TASK.question, film),
-        ("direct", direct, TASK.question, film),
-        ("sub", sub, "", dataclasses.replace(film, start=4, end=9.5)),
-    ):
-        row = Dialogue("d", agent, question, (media,), said)
-        learned = encode_dialogue(row, MemoryVideos(), own, SCHEMAS).ids
-        assert read(own, learned).startswith(prompt.removesuffix("<|im_start|>assistant\n"))
+    window = dataclasses.replace(FILM, start=4, end=9.5)
+    opening = "<|im_start|>assistant\n"
+    assert learned(renderer, own, "main").startswith(main.removesuffix(opening))
+    assert learned(renderer, own, "direct").startswith(direct.removesuffix(opening))
+    assert learned(renderer, own, "sub", "", window).startswith(sub.removesuffix(opening))
 
 
 def test_a_window_can_be_written_as_minutes_and_seconds():
@@ -70,32 +67,27 @@ def test_a_window_can_be_written_as_minutes_and_seconds():
     assert fill(text, (59.99, 6001.2)) == "00:59-100:01, until 6001.2, {minutes}"
 
 
-@pytest.mark.parametrize("before, asked_after", [(None, "#\n"), ("", "#")])
-def test_the_line_break_before_the_question_can_be_left_out(renderer, before, asked_after):
-    own = Renderer(renderer.tokenizer, renderer.contract, Prompts(before_question=before))
-    assert f"{asked_after}{TASK.question}<|im_end|>" in asked(own)[0]
-    row = Dialogue("d", "main", TASK.question, (Media("/data/v.mp4"),), ({"role": "assistant", "content": ["a"]},))
-    learned = encode_dialogue(row, MemoryVideos(), own, SCHEMAS).ids
-    assert f"{asked_after}{TASK.question}<|im_end|>" in read(own, learned)
+@pytest.mark.parametrize("before, between", [(None, "#\n"), ("", "#")])
+def test_the_line_break_before_the_question_can_be_left_out(renderer, before, between):
+    own = Prompts(before_question=before)
+    for read_first in (asked(renderer, own)[0], learned(renderer, own, "main")):
+        assert f"{between}{TASK.question}<|im_end|>" in read_first
 
 
 def test_a_text_that_is_not_replaced_is_ours(renderer):
-    ours = asked(renderer)
-    assert subagent_system_prompt() in ours[1]
-    one = Renderer(renderer.tokenizer, renderer.contract, Prompts(subagent_request="Go."))
-    assert asked(one) == [ours[0], ours[1].replace("What happens here?", "Go.")]
+    main, sub = asked(renderer, Prompts())
+    assert subagent_system_prompt() in sub
+    assert asked(renderer, Prompts(subagent_request="Go.")) == [main, sub.replace("What happens here?", "Go.")]
     # A tool's own texts go first.
     own = Prompts(**TEXTS).subagent_messages(None, (4.0, 9.5), renderer.contract, "What is read out?", "You read.")
     assert [own[0]["content"], own[1]["content"][1]] == ["You read.", "\nWhat is read out?"]
 
 
-def test_a_system_text_may_be_empty_or_declare_the_tools_itself(renderer):
-    """The tools are declared once in any case."""
-    for text, declared in (("", "crop_video"), ("Mine: <tools>look()</tools>, called in <tool_call>.", "look()")):
-        main, _ = asked(Renderer(renderer.tokenizer, renderer.contract, Prompts(text)))
-        assert main.count("<tools>") == 1
-        assert text in main and declared in main
-        assert system_prompt(True) not in main
+@pytest.mark.parametrize("text, tool", [("", "crop_video"), ("Mine: <tools>look()</tools>, called in <tool_call>.", "look()")])  # fmt: skip
+def test_a_system_text_may_be_empty_or_declare_the_tools_itself(renderer, text, tool):
+    main, _ = asked(renderer, Prompts(text))
+    assert main.count("<tools>") == 1  # declared once in any case
+    assert text in main and tool in main and system_prompt(True) not in main
 
 
 def test_a_checkpoint_keeps_the_words_that_it_was_trained_with(toy_dir, tmp_path):
@@ -112,7 +104,7 @@ def test_a_checkpoint_keeps_the_words_that_it_was_trained_with(toy_dir, tmp_path
     _, renderer = script.open_checkpoint(str(model), rl.visual, rl.prompts)
     assert renderer.prompts == Prompts(**TEXTS)
     other = dataclasses.replace(rl, prompts=dataclasses.replace(rl.prompts, system="Hi."))
-    with pytest.raises(ContractError, match=r"prompts.system: 'Watch, call and answer.', now 'Hi.'"):
+    with pytest.raises(ContractError, match=r"prompts.system: 'Watch, call and answer.'.*'Hi.'"):
         script.open_checkpoint(str(model), other.visual, other.prompts)
     other.prompts.refuse_unlike(toy_dir / "model")  # a checkpoint that was not trained here accepts any words
 
@@ -120,15 +112,5 @@ def test_a_checkpoint_keeps_the_words_that_it_was_trained_with(toy_dir, tmp_path
 def test_a_file_of_words_with_another_name_is_refused(toy_dir, tmp_path):
     words = tmp_path / "words.yaml"
     words.write_text("sytem: Hello.\n")
-    with pytest.raises(config.ConfigError, match="prompts.sytem: unknown key; did you mean prompts.system?"):
+    with pytest.raises(config.ConfigError, match="prompts.sytem: .*prompts.system"):
         config.load(SFTConfig, sft_config(tmp_path / "sft.yaml", toy_dir, prompts=str(words)))
-
-
-def test_ask_uses_the_checkpoints_words_or_a_files(toy_dir, tmp_path, monkeypatch):
-    shutil.copytree(toy_dir / "model", tmp_path / "model")
-    Prompts(system="Trained.").save(tmp_path / "model")
-    (tmp_path / "words.yaml").write_text("system: Asked.")
-    monkeypatch.setattr(ask, "open_engine", lambda *_: None)
-    for file, system in ((None, "Trained."), (tmp_path / "words.yaml", "Asked.")):
-        context = ask.open_context(tmp_path / "model", file, None, RolloutConfig())
-        assert context.renderer.prompts == Prompts(system=system)

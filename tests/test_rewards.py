@@ -2,14 +2,15 @@
 
 import itertools
 import json
-import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from scripts import REPO
+from scripted import Characters, crop, episode_of_turns
 from tiny import Pieces
 
 import rewards
@@ -18,10 +19,8 @@ from rewards import Anchor, RewardConfig, score, structural_mask
 from runtime.answers import JudgeError
 from runtime.engine import Api
 from runtime.render import END_OF_TURN, TAG, TAGS, TAGS_AND_CODE
-from study import lab
-from study.lab import Characters, episode_of_turns
 
-CALL = '<tool_call>\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 16}}\n</tool_call>'
+CALL = crop(0, 16)
 LOOK = f"<think>\nLet me look closer.\n</think>\n{CALL}{END_OF_TURN}"
 DONE = f"<think>\nThe clip shows it.\n</think>\n<answer>B</answer>{END_OF_TURN}"
 EMPTY_LOOK = LOOK.replace("\nLet me look closer.\n", "")
@@ -36,75 +35,36 @@ def earned(turns, executed=0, task=MCQ, cfg=PLAIN, forced=""):
 
 # ------------------------------------------------------------------------------------------------ adversarial completions
 
-CODE = "<tool_code>\ncrop_video(start_time=0, end_time=16)\n</tool_code>"
-CASES = {
-    # name: (turns, executed calls, R_acc, R_fmt, R_tool, R_anchor), and f where the cap of 0.9 hides part of R_fmt.
-    "tidy direct answer": ([DONE], 0, 1, 0.2 + 0.3 + 0.2 + 0.1, 0, 0.7),
-    "tidy trajectory with tools": ([LOOK, DONE], 1, 1, 1.0, 0.8, 0.7),
-    "call without execution": ([LOOK, DONE], 0, 1, 0.8, 0.1, 0.7),
-    "an answer before the reports": ([LOOK.replace("<tool_call>", "<answer>B</answer><tool_call>"), DONE.replace("<answer>B</answer>", "ok")], 1, 0, 0.5, 0.3, 0.4),
-    "a call beside the answer": ([DONE.replace("<answer>", f"{CALL}<answer>")], 1, 1, 0.9, 0.3, 0.4, 0.9),
-    "an answer inside the last thought": ([f"<think>\nThe clip shows it.\n</think><think>\nIt is blue, so <answer>B</answer>\n</think>\nok{END_OF_TURN}"], 0, 0, 0.2, 0, 0.4),
-    "executed, but the answer is wrong": ([LOOK, DONE.replace("B<", "A<")], 1, 0, 1.0, 0.3, 0.7),
-    "unreadable call": ([LOOK.replace('{"name"', "{name"), DONE], 0, 1, 0.8, 0, 0.7),
-    "a thought before <tool_code>": ([LOOK.replace(CALL, CODE), DONE], 1, 1, 0.9, 0.8, 0.7, 0.9),
-    "a thought behind an empty one and the call": ([LOOK.replace("<think>", f"<think></think>{CALL}<think>"), DONE], 1, 1, 0.7, 0.8, 0.7, 0.9),
-    "empty thought": ([EMPTY_DONE], 0, 1, 0.5 + 0.1, 0, 0.0),
-    "short thought": ([DONE.replace("The clip shows it.", "See it.")], 0, 1, 0.5 + 0.1, 0, 0.0),
-    "a thought of ten letters": ([DONE.replace("The clip shows it.", "It is so blue")], 0, 1, 0.8, 0, 0.7),
-    "a thought of dots": ([DONE.replace("The clip shows it.", 10 * "." + 10 * "\u200b")], 0, 1, 0.5 + 0.1, 0, 0.0),
-    "a thought of tags": ([EMPTY_DONE.replace("</think>", "<answer></answer></think>")], 0, 1, 0.5, 0, 0.0),
-    "an empty thought before the call": ([EMPTY_LOOK, DONE], 1, 1, 0.5 + 0.1, 0.8, 0.0),
-    "an empty thought before the second call": ([LOOK, EMPTY_LOOK, DONE], 2, 1, 0.5 + 0.1, 0.8, 0.0),
-    "a thought closed twice": ([DONE.replace("<answer>", "</think><answer>")], 0, 1, 0.2 + 0.5, 0, -0.3),
-    "a thought closed twice before a call": ([LOOK.replace("</think>", "</think></think>"), DONE], 1, 1, 0.9, 0.8, -0.3, 1.0 - 0.15),
-    "a second call without its opening tag": ([LOOK.replace(CALL, CALL + CALL.replace("<tool_call>", "")), DONE], 1, 1, 0.9, 0.8, 0.7, 0.9),
-    "an answer before the last turn": ([DONE.replace("B<", "A<"), DONE], 0, 1, 0.7, 0, 0.7, 0.9),
-    "unclosed think": ([f"<think>\nIt is clearly blue. <answer>B</answer>{END_OF_TURN}"], 0, 0, 0, 0, -0.3),
-    "no think": ([f"<answer>B</answer>{END_OF_TURN}"], 0, 1, 0.5, 0, 0.0),
-    "unclosed answer": ([f"<think>\nIt is clearly blue.\n</think>\n<answer>B{END_OF_TURN}"], 0, 0, 0.2, 0, 0.4),
-    "prose only": ([f"The answer is B.{END_OF_TURN}"], 0, 0, 0, 0, 0.0),
-    "as many answers as are no spam": ([DONE.replace("<answer>B", 2 * "<answer>A</answer>" + "<answer>B")], 0, 1, 0.7, 0, 0.4),
-    "nested thinks": ([DONE.replace("<think>", "<think><think>")], 0, 1, 0.7, 0, -0.3),
-    "close without open": ([DONE.replace("<think>\n", "")], 0, 1, 0.5, 0, -0.3),
-    "closed before it is opened": ([DONE.replace("<think>", "</think><think>").replace("</think>\n<answer>", "<answer>")], 0, 0, 0, 0, -0.3),
-    "truncated": ([DONE.removesuffix("</answer>" + END_OF_TURN)], 0, 0, 0.2, 0, 0.4),
-    "tag spam": ([f"<think>{'</think>' * 9}<answer>B</answer>{END_OF_TURN}"], 0, 0, 0, 0, -0.3),
-    "a stamp is no tag": ([DONE.replace("blue", "blue at <12.5 seconds>").replace(">B<", "> B <12.5 seconds><")], 0, 1, 0.8, 0, 0.7),
-    "a comparison is no tag": ([DONE.replace("shows it", "shows that 3 < 5").replace(">B<", "> B, <= 5<")], 0, 1, 0.8, 0, 0.7),
-    "a broken tag is not text": ([DONE.replace(">B<", ">B</answe<")], 0, 1, 0.7, 0, 0.4),
-    "<tool_code> before the answer": ([DONE.replace("<answer>", "<tool_code><answer>")], 0, 1, 0.7, 0, 0.4),
-    "call tags in the thought": ([f"<think>\nI could {CALL} here.\n</think>\n<answer>B</answer>{END_OF_TURN}"], 0, 1, 0.7, 0.1, 0.7, 0.9),
-}  # fmt: skip
+CASES = yaml.safe_load((Path(__file__).parent / "rewards.yaml").read_text("utf-8"))
+PARTS = {*rewards.PARTS}
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_what_an_adversarial_completion_earns_is_known_by_hand(name):
-    turns, executed, acc, r_fmt, tool, anchor, *below_the_cap = CASES[name]
-    f = below_the_cap[0] if below_the_cap else min(1.0, r_fmt + 0.5 * anchor)
-    expected = {"R_acc": acc, "R_fmt": r_fmt, "f": f, "R_tool": tool, "R_anchor": anchor}
-    expected |= {"R": acc + r_fmt + tool}
-    parts = earned(turns, executed)
-    assert {key: parts[key] for key in expected} == pytest.approx(expected)
+@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+def test_a_text_earns_what_is_known_by_hand(case):
+    settings = dict(case.get("cfg", {}))
+    cfg = RewardConfig(anchor=Anchor(credit=settings.pop("credit", "struct")), **settings)
+    task = Task("t", "", (), "tvg", case["gold"]) if "gold" in case else MCQ
+    parts = earned(case["turns"], case.get("ran", 0), task, cfg, case.get("forced", ""))
+    expected = {name: case[name] for name in PARTS & case.keys()}
+    assert {name: parts[name] for name in expected} == pytest.approx(expected)
+    assert parts["R"] == pytest.approx(parts["R_acc"] + cfg.w_fmt * parts["R_fmt"] + cfg.w_tool * parts["R_tool"])
+    for mode, acc in case.get("untagged", {}).items():
+        assert earned(case["turns"], cfg=RewardConfig(untagged_answer=mode))["R_acc"] == acc, mode
+    if "struct" in case:
+        assert painted(case["turns"], forced=case.get("forced", "")) == case["struct"]
+    assert case.keys() <= PARTS | {"name", "turns", "ran", "forced", "gold", "cfg", "untagged", "struct"}
 
 
 GRPO = RewardConfig(answer_suffix=False, anchor=Anchor(credit="off"))  # plain GRPO
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_the_metric_f_of_a_text_is_the_same_in_every_run(name):
+@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+def test_the_metric_f_of_a_text_is_the_same_in_every_run(case):
     """Past bug: under plain GRPO, f had other weights and paid its last 0.1 for balanced tags, so curves compared two scales."""
-    turns, executed, *_ = CASES[name]
+    turns, executed = case["turns"], case.get("ran", 0)
     f = earned(turns, executed)["f"]
     for cfg in (GRPO, RewardConfig(anchor=Anchor(alpha=0.0, beta=0.0, gamma=0.0, lam=0.0))):
         assert earned(turns, executed, cfg=cfg)["f"] == f
-
-
-def test_code_that_is_not_closed_costs_plain_grpo_the_last_tenth_of_r_fmt():
-    turns = [LOOK.replace(CALL, CODE), DONE]
-    assert earned(turns, 1, cfg=GRPO)["R_fmt"] == pytest.approx(1.0)
-    turns = [LOOK.replace(CALL, CODE.removesuffix("</tool_code>")), DONE]
-    assert earned(turns, 1, cfg=GRPO)["R_fmt"] == pytest.approx(0.9)
 
 
 def one_edit_away(turns: list[str]) -> list[list[str]]:
@@ -147,42 +107,6 @@ def test_no_text_one_edit_from_an_honest_one_earns_as_much_unless_it_is_well_for
     assert unlike > 50
 
 
-HONEST_THOUGHTS = (
-    "The clip shows it.",
-    "If a<b and b<c, then a<c holds; also x <= y.",
-    "The title reads <b>News</b> in <i>bold</i>.",
-    "The score is 2:1 (<90 min). Q&A: \"who?\" - 'nobody'.",
-    "视频中有一把红伞，所以选择B。时间<20秒。",
-    "He writes I <3 U on the wall :> and draws <*)))><.",
-    "A <top> view: <the red car> passes an <animal>; x<then, vector<any> and a table's <th> are text.",
-    "",
-)  # fmt: skip
-VIDEO_CALL = CALL.replace('"start_time"', '"video_path": "<video>", "start_time"')
-HONEST_TURNS = (
-    [LOOK.replace(CALL, VIDEO_CALL), DONE],
-    [LOOK.replace(CALL, f"{CALL}\n{VIDEO_CALL}\n{CALL}"), LOOK, DONE.replace(">B<", ">\nB. a<b\n<")],
-    [LOOK.removesuffix(END_OF_TURN), DONE],  # sequential dispatch
-    [LOOK.replace("\n<tool_call>\n", "<tool_call>").replace("\n</tool_call>", "</tool_call>"), DONE.replace("\n", "")],
-    [DONE.replace(">B<", "> 12.5 - 20.1 <").replace("</answer>", "</answer>\n")],
-)
-
-
-@pytest.mark.parametrize(
-    "turns", [*([DONE.replace("The clip shows it.", text)] for text in HONEST_THOUGHTS), *HONEST_TURNS]
-)
-def test_an_honest_text_is_well_formed(turns):
-    assert earned(turns)["well_formed"] == 1
-
-
-@pytest.mark.parametrize(
-    "piece",
-    ["<", "</", "<t", "</thin", "</tool_c", "</answe", "<think now", "</answers>", "<tool_response>ok</tool_response>"],
-)
-def test_a_piece_of_a_tag_is_no_text(piece):
-    for closing in ("</think>", "</answer>"):
-        assert earned([DONE.replace(closing, piece + closing)])["well_formed"] == 0
-
-
 def test_a_failed_judge_leaves_an_error_and_no_reward():
     def judge(question, gold, answer):
         if answer == "B":
@@ -190,11 +114,11 @@ def test_a_failed_judge_leaves_an_error_and_no_reward():
         return 1.0
 
     judged = RewardConfig(open_answer="judge", judge=Api(url="u", model="m"))
-    open_question = Task("t", "", (), "oe", "blue")
-    episodes = [episode_of_turns([turn], open_question, Characters()) for turn in (DONE, DONE.replace(">B<", ">blue<"))]
-    rewards.assign_rewards([Group(open_question, 64, episodes)], Characters(), judged, judge)
-    assert episodes[0].error == "JudgeError: gone" and not episodes[0].rewards
-    assert not episodes[1].error and episodes[1].rewards["R_acc"] == 1
+    task = Task("t", "", (), "oe", "blue")
+    failed, right = (episode_of_turns([turn], task, Characters()) for turn in (DONE, DONE.replace(">B<", ">blue<")))
+    rewards.assign_rewards([Group(task, 64, [failed, right])], Characters(), judged, judge)
+    assert failed.error == "JudgeError: gone" and not failed.rewards
+    assert not right.error and right.rewards["R_acc"] == 1
 
 
 @pytest.mark.parametrize("number", [np.float32(0.5), torch.tensor(0.5)], ids=["numpy", "torch"])
@@ -221,74 +145,6 @@ def test_a_turn_ends_by_any_token_of_the_list_if_it_was_sampled():
     assert not structural_mask(episode.main, TwoEnds())[-1]
 
 
-def test_an_answer_inside_a_tool_response_scores_nothing():
-    """The response stands between the turns, and rewards read only the assistant's turns (invariant 7)."""
-    episode = episode_of_turns([LOOK, DONE.replace(">B<", ">A<")], MCQ, Characters(), 1)
-    gap = Characters().encode("<tool_response><think></think><answer>B</answer></tool_response>")
-    (a, b), (c, d) = episode.main.turns
-    main = episode.main
-    main.ids[b:b], main.mask[b:b] = gap, [0] * len(gap)
-    main.turns = [(a, b), (c + len(gap), d + len(gap))]
-    assert score(episode, Characters(), PLAIN)["R_acc"] == 0
-    assert not any(structural_mask(main, Characters())[b : b + len(gap)])
-
-
-@pytest.mark.parametrize(
-    "turns, weights, expected",
-    [
-        ([LOOK, DONE], {"w_fmt": 0, "w_tool": 0}, {"R": 1, "f": 1, "R_tool": 0.8}),  # accuracy only; all is logged
-        ([DONE], {"answer_suffix": False}, {"R": 1 + 0.3 + 0.2 + 0.1 + 0.1}),
-    ],
-)
-def test_weights_of_the_config_are_those_of_r(turns, weights, expected):
-    parts = earned(turns, 1, cfg=RewardConfig(**weights, anchor=Anchor(credit="off")))
-    assert {key: parts[key] for key in expected} == pytest.approx(expected)
-
-
-THOUGHT = "<think>\nThe answer is A.\n</think>\n"
-OPEN_THOUGHT = "<think>\nThe clip shows it."
-
-
-@pytest.mark.parametrize(
-    "turn, off, stated, fallback",
-    [
-        (DONE, 1, 1, 1),
-        (f"{THOUGHT}The answer is A. No, the answer is B.", 0, 1, 1),
-        (f"{THOUGHT}The correct answer is:\n\n**B. blue**", 0, 0, 1),
-        (f"{THOUGHT}{CALL}\nB", 0, 0, 1),
-        (f"{THOUGHT}ok", 0, 0, 0),  # the thought's "The answer is" does not count
-        (f"{THOUGHT}The answer is B. <answer>A</answer>", 0, 0, 0),  # a complete <answer> is what counts
-        (f"{OPEN_THOUGHT} <answer>B</answer>", 0, 1, 0),
-        (f"{OPEN_THOUGHT} The answer is B.", 0, 1, 0),
-        ("A is red.\n\nB\n", 0, 0, 1),  # without a thought, the last line
-        (LOOK.removesuffix(END_OF_TURN), 0, 0, 0),
-        ("", 0, 0, 0),
-    ],
-)
-def test_what_an_answer_without_tags_is_worth_depends_on_the_config(turn, off, stated, fallback):
-    """The release reads such answers. Without `fallback`, losing the tags would cost far more than in the paper."""
-    turn = turn.removesuffix(END_OF_TURN) + END_OF_TURN
-    for mode, worth in {"off": off, "stated": stated, "fallback": fallback}.items():
-        assert earned([LOOK, turn], cfg=RewardConfig(untagged_answer=mode))["R_acc"] == worth, mode
-
-
-def test_the_forced_prefix_counts():
-    """The released rewards read only sampled tokens, so they never see a forced <think>."""
-    full = earned([DONE], forced="<think>\n")
-    assert full["R_anchor"] == pytest.approx(0.7) and full["well_formed"] == 1
-
-
-@pytest.mark.parametrize("answer, acc, tool", [("0 - 100", 0.1, 0.3), ("10 - 14.9", 0.49, 0.3), ("10 - 15", 0.5, 0.8)])
-def test_f1_and_iou_must_reach_a_half_to_count_as_scored(answer, acc, tool):
-    parts = earned([LOOK, DONE.replace(">B<", f">{answer}<")], 1, task=Task("t", "", (), "tvg", "[10, 20]"))
-    assert (parts["R_acc"], parts["R_tool"]) == pytest.approx((acc, tool))
-
-
-@pytest.mark.parametrize("turns, right", [([DONE], 1), ([LOOK, DONE], 1), ([LOOK], 0), ([], 0), ([DONE + "x"], 0), ([DONE, DONE], 0), ([LOOK.removesuffix(END_OF_TURN), DONE], 1), ([LOOK.replace(END_OF_TURN, "x"), DONE], 0), ([LOOK.replace(CALL, "<tool_call>crop</tool_call>"), DONE], 0), ([DONE.replace("\n</think>", " <12.5 seconds>\n</think>")], 1)])  # fmt: skip
-def test_well_formed_allows_nothing_beside_the_format(turns, right):
-    assert earned(turns, 1)["well_formed"] == right
-
-
 # ------------------------------------------------------------------------------------------------ structural tokens
 
 
@@ -296,28 +152,6 @@ def painted(turns, renderer=None, forced="") -> str:
     renderer = renderer or Characters()
     main = episode_of_turns(turns, MCQ, renderer, forced=forced).main
     return "".join(renderer.decode([t]) for t, s in zip(main.ids, structural_mask(main, renderer), strict=True) if s)
-
-
-CALLED = f"<think></think>\n<tool_call></tool_call>{END_OF_TURN}"
-ANSWERED = f"<think></think>\n<answer></answer>{END_OF_TURN}"
-
-
-@pytest.mark.parametrize(
-    "turns, forced, paint",
-    [
-        ([LOOK, DONE], "", CALLED + ANSWERED),
-        ([DONE], "<think>\n", ANSWERED.removeprefix("<think>")),  # a forced tag earns no credit
-        # A premature end is structural.
-        ([f"<think>\nIt is B.{END_OF_TURN}"], "", f"<think>{END_OF_TURN}"),
-        ([f"<think>\nB\n</think>\n<answer>B{END_OF_TURN}"], "", f"<think></think>\n<answer>{END_OF_TURN}"),
-        # White space right after a closing tag is structural: it decides not to close again.
-        (["a\n</think>\n\n b"], "", "</think>\n"),  # after that character the decision is made
-        (["</answer> </answer>\t."], "", "</answer> </answer>\t"),
-        (["<answer>\nx </answe> \n"], "", "<answer>"),  # not after an opening or a misspelled tag
-    ],
-)
-def test_structure_is_tags_ends_and_what_follows_a_tag_and_never_their_content(turns, forced, paint):
-    assert painted(turns, forced=forced) == paint
 
 
 @pytest.mark.parametrize(
@@ -353,25 +187,3 @@ def test_no_completion_breaks_the_rewards_or_leaves_their_range(pieces):
     assert 0 <= parts["R_acc"] <= 1 and 0 <= parts["R_tool"] <= 1
     assert -0.15 <= parts["f"] <= 1 and -0.3 <= parts["R_anchor"] <= 0.7
     assert TAG.sub("", painted([turn])).replace(END_OF_TURN, "").strip() == ""
-
-
-# ------------------------------------------------------------------------------------------------ the judge and the lab
-
-
-@pytest.mark.parametrize("answer, kind", [("B", "mcq"), ("(b)", "mcq"), ("A dog", "oe"), ("0:12 - 0:20", "tvg"), ("2 cats and 3 dogs", "oe")])  # fmt: skip
-def test_the_labs_kind_follows_from_the_gold_answer(monkeypatch, capsys, answer, kind):
-    monkeypatch.setattr(sys, "argv", ["lab.py", f"<answer>{answer}</answer>", "--answer", answer])
-    lab.main()
-    parts = dict(line.split() for line in capsys.readouterr().out.splitlines() if len(line.split()) == 2)
-    assert (parts["kind"], float(parts["R_acc"])) == (kind, 1)
-
-
-def test_the_lab_paints_the_structure_and_scores_by_the_reward_of_a_config(monkeypatch, capsys):
-    """The toy pays for the answer alone."""
-    told = {}
-    for more in ((), ("--config", str(REPO / "configs" / "toy_paragrpo.yaml"))):
-        monkeypatch.setattr(sys, "argv", ["lab.py", DONE.removesuffix(END_OF_TURN), "--answer", "B", *more])
-        lab.main()
-        told[more] = capsys.readouterr().out
-    assert [text.split("\n")[1].split() for text in told.values()] == [["R", "1.80"], ["R", "1.00"]]
-    assert "[<][a][n][s][w][e][r][>]B[<]" in told[()]

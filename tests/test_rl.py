@@ -1,11 +1,10 @@
-"""rl.py: the update computed by hand, and the loop with its sampler and its evaluations."""
+"""rl.py: short runs, the order of the loop, its sampler and its checks."""
 
 import contextlib
+import itertools
 import math
 import os
-import threading
-import time
-from collections import defaultdict
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 import tiny
 import torch
-from scripted import Scripted, by_chance, is_subagent, load_episodes
+from safetensors.torch import load_file, save_file
+from scripted import MemoryVideos, Scripted, by_chance, is_subagent, load_episodes
 from scripts import metrics, rl_config, wait_for
-from short_runs import train
+from short_runs import pay_by_chance, train, try_out
 
 import rl
 from episode import Trajectory
@@ -28,34 +28,48 @@ from runtime.checkpoints import load_policy
 from runtime.dataset import RowError
 from runtime.engine import EngineError
 from runtime.policy import Policy, PolicyConfig
-from runtime.run import Clock, Run
-from runtime.video import Videos
+from runtime.run import Clock
+from runtime.weights import run_memory
 
 # ------------------------------------------------------------------------------------------------ short runs
 
 
-def test_the_next_batchs_overviews_are_decoded_while_this_one_is_sampled(toy_dir, tmp_path, monkeypatch):
+@pytest.fixture
+def disturbed(scripted, monkeypatch):
+    """disturbed(sampling=f, loading=g): call f(version) before an engine samples a turn of training, and g(folder) before it loads
+    weights."""
+    generate, update_weights = Scripted.generate, Scripted.update_weights
+
+    def install(sampling=lambda version: None, loading=lambda folder: None) -> None:
+        def generate_disturbed(engine, *given, temperature, **more):
+            if temperature:
+                sampling(engine.version)
+            return generate(engine, *given, temperature=temperature, **more)
+
+        def update_disturbed(engine, path, version):
+            loading(path)
+            update_weights(engine, path, version)
+
+        monkeypatch.setattr(Scripted, "generate", generate_disturbed)
+        monkeypatch.setattr(Scripted, "update_weights", update_disturbed)
+
+    return install
+
+
+def test_the_next_batchs_overviews_are_decoded_while_this_one_is_sampled(toy_dir, tmp_path, toy_renderer):
     """Past bug: they were decoded before each batch, which would take 0.5 to 2.5 s of an 8B's step."""
-    decoded, at_its_start = [], []
-    request, sample = Videos._request, rl.rollout
+    videos = MemoryVideos()
 
-    def noted(self, path, identity, verb, *arguments):
-        if verb == "decode":
-            decoded.append(str(path))
-        return request(self, path, identity, verb, *arguments)
+    def reply(prompt: str, seed: int) -> str:
+        wait_for(lambda: len(videos._cache) == 4)  # two batches of two tasks
+        return by_chance(prompt, seed)
 
-    def rollout(context, tasks, *given):
-        mine = {path for task in tasks for path in task.videos}
-        at_its_start.append(mine <= set(decoded))
-        groups = sample(context, tasks, *given)
-        if len(at_its_start) < 3:
-            wait_for(lambda: len(decoded) == 2 * len(at_its_start) + 2)
-        return groups
-
-    monkeypatch.setattr(Videos, "_request", noted)
-    monkeypatch.setattr(rl, "rollout", rollout)
-    train(tmp_path / "c.yaml", toy_dir, steps=3, rollout={"dispatch": "none", "max_new_tokens": 8})
-    assert at_its_start == [False, True, True] and len(decoded) == 6 == len(set(decoded))
+    path = rl_config(tmp_path / "c.yaml", toy_dir, rollout={"dispatch": "none"})
+    cfg = config.load(RLConfig, path)
+    with contextlib.closing(rl.Sampler(cfg, Scripted(toy_renderer, reply), toy_renderer, videos)) as sampler:
+        sampler.start(0)
+        groups, _ = sampler.get(0)
+    assert not any(episode.error for group in groups for episode in group.episodes)
 
 
 def test_an_update_is_taken_at_the_rate_that_is_logged(scripted, toy_dir, tmp_path):
@@ -79,6 +93,82 @@ def test_the_reference_has_the_policys_frozen_tower_and_text_of_its_own(scripted
     policy, reference = held
     assert reference.vision is policy.vision and reference.text is not policy.text
     assert not any(p.requires_grad for p in reference.parameters())
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_shown_and_the_last_one_leaves_no_state_and_no_result(
+    scripted, toy_dir, tmp_path, monkeypatch, capsys
+):
+    """Past bug: `optim.lr=1e30` ended with "done" and a model of weights of 9e29."""
+    with monkeypatch.context() as patched:
+        norms = iter([math.nan, 1.0, math.nan])
+        patched.setattr("runtime.run.clip_gradients", lambda *_: next(norms))
+        with pytest.raises(config.ConfigError, match="last step.* norm nan"):
+            train(tmp_path / "run.yaml", toy_dir, steps=3, save_every=1, export_every=1)
+    run = tmp_path / "run"
+    assert [line["bad_steps"] for line in metrics(run)] == [1, 0, 1]
+    assert " bad_steps 1" in capsys.readouterr().out
+    before, skipped, after = (
+        load_file(folder / "model.safetensors") for folder in (toy_dir / "model", *sorted((run / "models").iterdir()))
+    )
+    assert all(torch.equal(before[name], skipped[name]) for name in before)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert {state.name for state in (run / "state").iterdir()} == {"step-00000001", "step-00000002"}
+    assert not (run / "model").exists()
+    rl.main(config.load(RLConfig, tmp_path / "run.yaml", ["optim.lr=1e-9"]))
+    assert (run / "model").exists()
+
+
+def test_a_step_without_an_episode_stops_the_run_and_one_goes_on(disturbed, toy_dir, tmp_path):
+    """Past bug: only the first batch was checked. Later, the run exited with status 0 and had replaced all its states."""
+    earlier = itertools.count()
+
+    def fail(version: int) -> None:
+        if version == 2 or (version == 1 and next(earlier)):
+            raise EngineError("gone")
+
+    disturbed(fail)
+    with pytest.raises(EngineError, match="step 3: .* 8 episodes.* EngineError: gone"):
+        train(tmp_path / "c.yaml", toy_dir, steps=9, save_every=1, rollout={"dispatch": "none"})
+    assert [line["failed_rate"] for line in metrics(tmp_path / "c")] == [0, 7 / 8]
+    assert {path.name for path in (tmp_path / "c" / "state").iterdir()} == {"step-00000001", "step-00000002"}
+
+
+def test_a_run_does_not_go_on_from_a_checkpoint_that_was_made_anew(scripted, toy_dir, tmp_path):
+    """Past bug: reference and frozen tower came from the new checkpoint, the text model from the old state."""
+    start = tmp_path / "start"
+    shutil.copytree(toy_dir / "model", start)
+    train(tmp_path / "c.yaml", toy_dir, policy={"checkpoint": str(start)}, steps=1)
+    weights = load_file(start / "model.safetensors")
+    save_file({name: w + 0.01 for name, w in weights.items()}, start / "model.safetensors", {"format": "pt"})
+    cfg = config.load(RLConfig, tmp_path / "c.yaml", ["steps=2", "plan.gpus=1"])
+    for go_on in (rl.main, try_out):
+        with pytest.raises(config.ConfigError, match="start' has changed since .*/c started from it: restore it"):
+            go_on(cfg)
+    save_file(weights, start / "model.safetensors", {"format": "pt"})
+    try_out(cfg)
+
+
+def test_a_finished_run_exports_again_and_samples_no_more(scripted, toy_dir, tmp_path):
+    """Past bug: it started servers and gave them weights, only to export again."""
+    for _ in range(2):
+        train(tmp_path / "c.yaml", toy_dir, steps=1)
+        shutil.rmtree(tmp_path / "c" / "model")  # which is there
+    assert len(scripted) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint", ["qwen2_5_vl"], indirect=True)
+def test_a_published_qwen25_vl_trains_and_its_result_trains_on(checkpoint, toy_dir, tmp_path, monkeypatch):
+    monkeypatch.setattr(rl, "assign_rewards", pay_by_chance)
+    stock = tiny.as_published(checkpoint, tmp_path / "stock")
+    (stock / "visual.json").unlink()
+    changes = {"visual": {"patch": 14, "frame_pixels": 6 * 28 * 28}, "steps": 2, "grpo": {"kl_coef": 0.1}}
+    lines = train(tmp_path / "one.yaml", toy_dir, policy={"checkpoint": str(stock)}, **changes)
+    lines += train(tmp_path / "two.yaml", toy_dir, policy={"checkpoint": str(tmp_path / "one" / "model")}, **changes)
+    assert all(line["logprob_gap"] < 1e-4 and not line["failed_rate"] and line["kl"] >= 0 for line in lines)
+    before, after = (load_file(folder / "model.safetensors") for folder in (stock, tmp_path / "two" / "model"))
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed and not any(name.startswith("visual") for name in changed)
 
 
 # ------------------------------------------------------------------------------------------------ the loop's parts
@@ -140,30 +230,6 @@ def test_a_batch_that_is_sampled_ahead_is_that_of_its_step(draw):
     assert sum(not is_subagent(request.prompt) and "<tool_response>" not in request.prompt for request in opened) == 24
 
 
-def test_no_weight_changes_while_the_next_batch_is_sampled(scripted, toy_dir, tmp_path, monkeypatch):
-    """The update takes 0.2 s and sampling 0.5 s, so they overlap. Tokens are one update old."""
-    monkeypatch.setattr(rl, "accumulate", lambda *_: time.sleep(0.2) or dict(NO_UPDATE))
-    first, second, last = train(tmp_path / "c.yaml", toy_dir, steps=3, staleness=1)
-    assert [line["staleness"] for line in (first, second, last)] == [0, 1, 1] and scripted[0].version == 3
-    # The first batch overlaps with nothing. Of the last batch, the time without waiting was hidden behind the update.
-    assert first["rollout_seconds"] > 0.2 > last["rollout_seconds"]
-    assert 0 < second["wait_seconds"] < last["sampling_seconds"] - 0.15
-
-
-def test_servers_that_already_run_get_the_weights_before_the_first_batch(scripted, toy_dir, tmp_path, monkeypatch):
-    """They can hold another run's weights."""
-    loaded, load = [], Scripted.update_weights
-
-    def note(engine, path, version):
-        loaded.append((version, len(engine.asked), (path / "model.safetensors").exists()))
-        load(engine, path, version)
-
-    monkeypatch.setattr(Scripted, "update_weights", note)
-    monkeypatch.setattr(rl, "require_servers", lambda *_: None)
-    train(tmp_path / "c.yaml", toy_dir, steps=1, rollout={"urls": ["http://127.0.0.1:9"]})
-    assert loaded[0] == (0, 0, True) and [version for version, *_ in loaded] == [0, 1]
-
-
 def test_the_first_batch_is_checked_at_the_temperatures_of_its_agents(scripted, toy_dir, tmp_path, monkeypatch):
     checked, agents = [], {"max_rounds": 1, "temperature": 0.9, "subagents": {"temperature": 0.4}}
     monkeypatch.setattr(rl, "require_agreement", lambda policy, groups, *temperatures: checked.append(temperatures))
@@ -175,63 +241,43 @@ def held_out(toy_dir: Path) -> dict:
     return {"val": {"sources": [{"path": str(toy_dir / "val.parquet")}]}, "eval_every": 1, "val_tasks": 1}
 
 
-def test_weights_are_written_and_a_step_is_saved_while_a_batch_is_sampled(scripted, toy_dir, tmp_path, monkeypatch):
-    """Batch s ends when weights s are being written, and batch s + 2 begins before step s is saved. An evaluation has the
-    engine to itself."""
-    begun, writing, told, there = defaultdict(threading.Event), defaultdict(threading.Event), [], []
-
-    def note(owner, name, before=lambda *_: None):
-        original = getattr(owner, name)
-
-        def noted(*args, **more):
-            told.append(name)
-            before(*args)
-            return original(*args, **more)
-
-        monkeypatch.setattr(owner, name, noted)
-
-    def sample(sampler, step):
-        begun[step].set()
-        assert step == 0 or writing[step].wait(20), "nothing is written before sampling has ended"
-        return sample_batch(sampler, step)
-
-    def evaluating(tasks, sampler, *_):
-        assert all(batch.done() for batch in sampler.batches.values())
-
-    def saving(run, step):
-        assert step >= 1 or begun[step + 2].wait(20), "the next batch waits"
-
-    sample_batch = rl.Sampler.sample
-    monkeypatch.setattr(rl.Sampler, "sample", sample)
-    monkeypatch.setattr(rl, "accumulate", lambda *_: dict(NO_UPDATE))
-    note(rl, "barrier")
-    note(rl, "accumulate")
-    note(rl, "write_weights", lambda policy, folder: writing[int(folder.name.split("-")[1])].set())
-    note(Scripted, "update_weights", lambda engine, path, version: there.append(sorted(os.listdir(path.parent))))
-    note(rl, "evaluate", evaluating)
-    note(Run, "save", saving)
-    lines = train(tmp_path / "c.yaml", toy_dir, steps=3, staleness=1, save_every=1, **held_out(toy_dir))
-    step = ["barrier", "accumulate", "write_weights", "barrier", "update_weights", "evaluate", "save"]
-    assert told == step * 3 and begun.keys() == {0, 1, 2}
-    assert there == [["weights-1"], ["weights-1", "weights-2"], ["weights-2", "weights-3"]]
-    assert all(line["export_seconds"] > 0 for line in lines)
-
-
-def test_a_sampler_that_fails_ends_the_run_when_its_batch_is_due_and_spoils_no_evaluation(
-    scripted, toy_dir, tmp_path, monkeypatch
+def test_with_staleness_1_a_step_is_trained_written_and_saved_while_the_next_batch_is_sampled(
+    disturbed, scripted, toy_dir, tmp_path
 ):
+    """Weights v sample batch v + 1. It goes on until weights v + 1 are written and step v is saved. No weight changes meanwhile:
+    the engine asserts it. An evaluation has the engine to itself. There are at most two snapshots."""
+    run, snapshots = tmp_path / "c", []
+
+    def wait_for_the_trainer(version: int) -> None:
+        if version:
+            wait_for((run_memory(run) / f"weights-{version + 1}").exists)
+            wait_for((run / "state" / f"step-{version:08d}").exists)
+
+    disturbed(wait_for_the_trainer, lambda folder: snapshots.append(sorted(os.listdir(folder.parent))))
+    changes = {"staleness": 1, "save_every": 1, "rollout": {"max_rounds": 1, "subagents": {"temperature": 0.9}}}
+    lines = train(tmp_path / "c.yaml", toy_dir, steps=4, **changes, **held_out(toy_dir))
+    assert [(line["staleness"], line["failed_rate"]) for line in lines] == [(0, 0), (1, 0), (1, 0), (1, 0)]
+    assert snapshots[:3] == [["weights-1"], ["weights-1", "weights-2"], ["weights-2", "weights-3"]]
+    greedy = [request.temperature == 0 for request in scripted[0].asked]
+    kinds = [kind for kind, _ in itertools.groupby(greedy)]
+    assert kinds == [False, True] * 3  # batches 0 and 1, a batch, the last one; two evaluations at the end
+
+
+def test_a_sampler_that_fails_ends_the_run_when_its_batch_is_due_and_spoils_no_evaluation(disturbed, toy_dir, tmp_path):
     """Past bug: from then on, no agent of an evaluation sampled a turn."""
-
-    def rollout(context, tasks, ks, group_size, seed=0, step=0, copies=()):
-        if step == 2:
-            context = replace(context, engine=Scripted(context.renderer, lambda prompt, seed: 1 / 0))
-        return plain_rollout(context, tasks, ks, group_size, seed, step, copies)
-
-    plain_rollout = rl.rollout
-    monkeypatch.setattr(rl, "rollout", rollout)
+    disturbed(lambda version: 1 / (version != 1))  # the third batch
     with pytest.raises(ZeroDivisionError):
         train(tmp_path / "c.yaml", toy_dir, steps=4, staleness=1, **held_out(toy_dir))
     assert [(line["failed_rate"], line["eval/failed_rate"]) for line in metrics(tmp_path / "c")] == [(0, 0), (0, 0)]
+
+
+def test_servers_that_already_run_get_the_weights_before_the_first_batch(disturbed, toy_dir, tmp_path, monkeypatch):
+    """They can hold another run's weights."""
+    told = []
+    disturbed(told.append, lambda folder: told.append([file.name for file in folder.parent.glob("*/*.safetensors")]))
+    monkeypatch.setattr(rl, "require_servers", lambda *_: None)
+    train(tmp_path / "c.yaml", toy_dir, steps=1, rollout={"urls": ["http://127.0.0.1:9"]})
+    assert told[0] == ["model.safetensors"] and set(told[1:-1]) == {0}
 
 
 def test_an_evaluation_is_greedy_at_each_k_with_tools_and_without(scripted, toy_dir, tmp_path, monkeypatch):
@@ -267,19 +313,6 @@ def test_the_servers_of_the_rank_that_has_lost_most_are_counted(monkeypatch):
     clock = Clock()
     clock.lap("train")
     assert rl.measure_run(sampler, SimpleNamespace(cfg=None), [], clock) == {"bad_rows": 1, "servers": 1}
-
-
-def test_the_engine_is_closed_if_what_opens_after_it_fails(toy_dir, tmp_path, renderer, monkeypatch):
-    cfg = config.load(RLConfig, rl_config(tmp_path / "c.yaml", toy_dir, run=str(tmp_path / "run")))
-    (tmp_path / "run").mkdir()
-    engine = Scripted(renderer, by_chance)
-    closed = []
-    engine.close = lambda: closed.append(1)
-    monkeypatch.setattr(rl, "open_engine", lambda *_: engine)
-    monkeypatch.setattr(rl, "Dataset", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError), rl.open_sampler(cfg, toy_dir / "model", renderer):
-        pass
-    assert closed
 
 
 def test_a_row_whose_prompt_cannot_be_rendered_is_a_bad_row(draw, monkeypatch):

@@ -1,7 +1,6 @@
 """The cold start: its loss equals a plain reference, ranks and kills do not change it, and bad batches are reported."""
 
 import contextlib
-import shutil
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -159,23 +158,18 @@ def uninterrupted(toy_dir, tmp_path_factory) -> Path:
     return folder / "run"
 
 
-def test_each_held_out_row_is_asked_once(toy_dir, tmp_path, monkeypatch):
+def test_each_held_out_row_is_asked_once_and_every_0_steps_means_after_the_last(toy_dir, tmp_path, monkeypatch):
     """Past bug: a few held-out rows were repeated to fill a batch."""
     few, batches, make = tmp_path / "few.parquet", [], sft.Batches.make
     pq.write_table(pq.read_table(toy_dir / "sft_val.parquet").slice(0, 3), few)
     monkeypatch.setattr(sft.Batches, "make", lambda *which: batches.append(make(*which)) or batches[-1])
     val = {"sources": [{"path": str(few)}], "video_root": str(toy_dir), "seed": 1}
-    train(tmp_path / "run.yaml", toy_dir, val=val, steps=1)
-    held_out, trained = [
+    lines = train(tmp_path / "run.yaml", toy_dir, val=val, steps=2, eval_every=0, save_every=0)
+    held_out, *trained = [
         [row.ids for micro in batch for bundle in micro.bundles for row in bundle.rows] for batch in batches
     ]
     assert len(set(map(str, held_out))) == len(held_out) == 3
-    assert len(trained) == 4
-
-
-def test_every_0_steps_is_only_after_the_last(toy_dir, tmp_path):
-    val = {"sources": [{"path": str(toy_dir / "sft_val.parquet")}]}
-    lines = train(tmp_path / "run.yaml", toy_dir, val=val, steps=2, eval_every=0, save_every=0)
+    assert [*map(len, trained)] == [4, 4]
     assert ["val_loss" in line for line in lines] == [False, True]
     assert [path.name for path in (tmp_path / "run" / "state").iterdir()] == ["step-00000002"]
 
@@ -191,28 +185,15 @@ def test_the_loss_falls_and_everything_is_written_down(uninterrupted):
     assert (uninterrupted / "model" / "rollout.json").read_text() == '{"think_prefix": false}'  # for an evaluation
 
 
-def test_unusable_rows_cost_themselves_only(toy_dir, toy_renderer, tmp_path, videos):
-    """A corrupt video and rows over `pack_tokens` are named and counted."""
-    shutil.copytree(toy_dir, tmp_path / "toy")
-    victim = next((tmp_path / "toy" / "videos").glob("train*.mp4"))
-    victim.write_bytes(b"\0" * 2000)
-    data = {"sources": [{"path": str(tmp_path / "toy" / "sft.parquet")}], "max_bad_fraction": 0.5}
-    cfg = sft_config(tmp_path / "run.yaml", toy_dir, data=data, batch_rows=72, pack_tokens=380)
-    cfg = config.load(SFTConfig, cfg)
-    batches = sft.Batches(cfg.data, cfg, videos, toy_renderer)
-    usable = sum(len(micro.bundles) for micro in batches.make(0))
-    reasons = list(batches.dataset.bad.values())
-    assert usable + len(reasons) == 72
-    assert any(victim.name in reason for reason in reasons)
-    assert any("more than pack_tokens = 380" in reason for reason in reasons)
+CALL = '<tool_call>{{"name": "{}", "arguments": {{}}}}</tool_call>'
 
 
 @pytest.mark.parametrize("agent, said, refused", [
-    ("main", '<tool_call>{"name": "crop_video", "arguments": {}}</tool_call>', ""),
-    ("main", '<tool_call>{"name": "search", "arguments": {}}</tool_call>', r"'search': this agent is offered \['crop_video'\]"),
-    ("main", "<tool_code>print(search(query='x'))</tool_code>", "a call of 'search'"),
+    ("main", CALL.format("crop_video"), ""),
+    ("main", CALL.format("search"), r"'search': .*\['crop_video'\]"),
+    ("main", "<tool_code>print(search(query='x'))</tool_code>", "'search'"),
     ("main", "<tool_call>search</tool_call>", ""),  # --check-data counts it
-    ("direct", '<tool_call>{"name": "crop_video", "arguments": {}}</tool_call>', r"'crop_video': this agent is offered \[\]"),
+    ("direct", CALL.format("crop_video"), r"'crop_video': .*\[\]"),
 ])  # fmt: skip
 def test_a_call_of_a_tool_that_is_not_offered_is_refused(toy_renderer, videos, schemas, agent, said, refused):
     messages = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": said}]
@@ -226,7 +207,7 @@ def test_an_ending_run_reports_no_rows(toy_dir, toy_renderer, tmp_path, capsys):
     cfg = config.load(SFTConfig, sft_config(tmp_path / "run.yaml", toy_dir))
     with Videos(1) as videos:
         batches = sft.Batches(cfg.data, cfg, videos, toy_renderer)
-    with pytest.raises(RowError, match="Videos is closed"):
+    with pytest.raises(RowError, match="closed"):
         batches.make(0)
     assert not batches.dataset.bad and "unusable" not in capsys.readouterr().err
 
@@ -234,8 +215,7 @@ def test_an_ending_run_reports_no_rows(toy_dir, toy_renderer, tmp_path, capsys):
 def test_a_step_without_a_usable_row_is_refused(toy_dir, tmp_path):
     """Past bug: a run without one usable row trained nothing and ended with "done"."""
     data = {"sources": [{"path": str(toy_dir / "sft.parquet")}], "max_bad_fraction": 1.0}
-    says = "step 1: none of its rows can be used; the last: .* more than pack_tokens = 20"
-    with pytest.raises(DataError, match=says):
+    with pytest.raises(DataError, match="step 1: .*pack_tokens = 20"):
         train(tmp_path / "run.yaml", toy_dir, data=data, steps=4, pack_tokens=20)
     assert not (tmp_path / "run" / "model").exists()
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from scripted import MemoryVideos
+from scripted import MemoryVideos, crop
 from scripts import metrics, rl_config
 from short_runs import pay_by_chance
 from tiny import CONTRACT_14, as_published, at_once, check_logprobs, prompts_of, request
@@ -126,8 +126,7 @@ def test_a_server_that_is_killed_amid_a_rollout_costs_no_episode(checkpoint, ren
         return plain(*given, **more)
 
     monkeypatch.setattr(client, "generate", generate)
-    call = '<tool_call>{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 20}}</tool_call>'
-    tasks = [Task(f"t{i}", f"What happens? {call}", ("/v.mp4",), "oe", "") for i in range(8)]
+    tasks = [Task(f"t{i}", f"What happens? {crop(0, 20)}", ("/v.mp4",), "oe", "") for i in range(8)]
     cfg = RolloutConfig(concurrency=4, max_new_tokens=48, temperature=1.0, subagents=SubagentConfig(max_new_tokens=16))
     try:
         groups = rollout(AgentContext(client, renderer, MemoryVideos(), cfg), tasks, [4] * 8, 2)

@@ -93,6 +93,12 @@ def same_size(width: int, height: int) -> tuple[int, int]:
     return width, height
 
 
+def error_of(ask, *arguments) -> VideoError:
+    with pytest.raises(VideoError) as error:
+        ask(*arguments)
+    return error.value
+
+
 def worker_pids(videos: Videos) -> set[int]:
     return {worker.process.pid for worker in videos._workers}
 
@@ -257,47 +263,46 @@ def test_an_hour_costs_bounded_memory(tmp_path):
 # ---- bad files -----------------------------------------------------------------------------------------------------
 
 
-def bad_file(kind: str, folder: Path) -> Path:
-    path = folder / f"{kind}.mp4"
-    if kind == "fifo":
-        os.mkfifo(path)
-    elif kind == "thin":
-        patch(write(path, n=3, aspect=Fraction(3, 2)), b"pasp", 4, struct.pack(">II", 1, 10**6))
-    elif kind == "text":
-        path.write_text("<html>404 not found</html>\n" * 50)
-    elif kind == "truncated, index at the end":
-        write(path)
-        os.truncate(path, path.stat().st_size * 6 // 10)
-    elif kind == "overwritten":
-        write(path, n=100)
-        patch(path, b"mdat", path.stat().st_size // 2, bytes(range(1, 251)) * 12)
-    elif kind == "h264 in avi":  # AVI stores no times, and with B-frames they cannot be guessed
-        path = write(path.with_suffix(".avi"), n=100)
-    elif kind == "audio only":
-        with wave.open(str(path), "wb") as file:
-            file.setparams((1, 2, 8000, 0, "NONE", ""))
-            file.writeframes(bytes(8000))
-    return path
+def hum(path: Path) -> None:
+    with wave.open(str(path), "wb") as file:
+        file.setparams((1, 2, 8000, 0, "NONE", ""))
+        file.writeframes(bytes(8000))
 
 
-REASONS = {  # kind -> part of the error, and whether the file is quarantined
-    "nul\0": ("cannot be opened", False),
-    "fifo": ("not a regular file", False),
-    "thin": ("its pixel aspect ratio, 1/1000000, leaves no width", True),
-    "text": ("cannot be decoded", True),
-    "truncated, index at the end": ("cannot be decoded", True),
-    "audio only": ("no video stream", True),
-    "h264 in avi": ("contradict the order", False),
+def thin(path: Path) -> None:
+    patch(write(path, n=3, aspect=Fraction(3, 2)), b"pasp", 4, struct.pack(">II", 1, 10**6))
+
+
+def half(path: Path) -> None:
+    write(path)
+    os.truncate(path, path.stat().st_size * 6 // 10)
+
+
+def text(path: Path) -> None:
+    path.write_text("<html>404 not found</html>\n" * 50)
+
+
+BAD = {  # file -> how it is made, a part of its error, and whether it is quarantined
+    "nul\0.mp4": (str, "cannot be opened", False),
+    "fifo.mp4": (os.mkfifo, "not a regular file", False),
+    "thin.mp4": (thin, "1/1000000", True),  # its pixel aspect ratio leaves no width
+    "text.mp4": (text, "cannot be decoded", True),
+    "index_at_the_end.mp4": (half, "cannot be decoded", True),
+    "audio_only.mp4": (hum, "no video stream", True),
+    "h264.avi": (partial(write, n=100), "contradict", False),  # AVI stores no times: those of B-frames are guesses
+    "fifo.png": (os.mkfifo, "not a regular file", False),
+    "eps.png": (partial(Image.fromarray(picture(5)).save, format="EPS"), "Unidentified", False),  # starts Ghostscript
 }
 
 
-@pytest.mark.parametrize("kind", REASONS)
-def test_a_bad_file_is_a_clear_error_and_costs_nobody_else(reader, good, tmp_path, kind):
-    path, (reason, quarantined) = bad_file(kind, tmp_path), REASONS[kind]
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_is_a_clear_error_and_costs_nobody_else(reader, good, tmp_path, name):
+    path, (make, reason, quarantined) = tmp_path / name, BAD[name]
+    make(path)
     before = len(reader._bad)
-    with pytest.raises(VideoError) as caught:
-        reader.overview(path, 60, same_size)
-    assert str(caught.value).startswith(f"{path}: ") and reason in str(caught.value)
+    ask = partial(reader.image, path) if name.endswith("png") else partial(reader.overview, path, 60)
+    error = str(error_of(ask, same_size))
+    assert error.startswith(f"{path}: ") and reason in error
     assert len(reader._bad) - before == quarantined
     assert number(reader.frames(good, [17], (WIDTH, HEIGHT)).pixels[0]) == 17
 
@@ -315,40 +320,35 @@ def test_a_file_that_ends_in_the_middle_of_a_frame_gives_all_frames_before(reade
         assert frames.times == pytest.approx([(i - shown[0]) / 25 for i in shown], abs=2e-3)
 
 
-def test_damage_is_never_passed_off_as_frames(tmp_path):
+def test_damage_is_never_passed_off_as_frames(reader, tmp_path):
     """FFmpeg conceals damage with repeated or smeared pictures. Only damage that parses as valid video can go unnoticed."""
-    path = write(tmp_path / "rot.mp4", n=90, flags="faststart")
-    data, errors = path.read_bytes(), 0
-    with Videos(workers=1) as videos:
-        for seed in range(20):
-            rng, rotten = np.random.default_rng(seed), bytearray(data)
-            for at in rng.integers(data.index(b"mdat") + 800, len(data), 3):
-                rotten[at] ^= int(rng.integers(1, 256))
-            (tmp_path / f"{seed}.mp4").write_bytes(rotten)
-            try:
-                videos.overview(tmp_path / f"{seed}.mp4", 90, same_size)
-            except VideoError:
-                errors += 1
+    data, errors = write(tmp_path / "rot.mp4", n=90, flags="faststart").read_bytes(), 0
+    for seed in range(20):
+        rng, rotten = np.random.default_rng(seed), bytearray(data)
+        for at in rng.integers(data.index(b"mdat") + 800, len(data), 3):
+            rotten[at] ^= int(rng.integers(1, 256))
+        (tmp_path / f"{seed}.mp4").write_bytes(rotten)
+        try:
+            reader.overview(tmp_path / f"{seed}.mp4", 90, same_size)
+        except VideoError:
+            errors += 1
     assert errors >= 17
 
 
-def test_damage_costs_the_frames_that_it_hits_and_no_others(tmp_path):
-    path = bad_file("overwritten", tmp_path)
-    with Videos(workers=1, cache_bytes=0) as videos:
-        for _ in range(2):
-            frames = videos.frames(path, range(0, 30, 5), (WIDTH, HEIGHT))
-            assert [number(p) for p in frames.pixels] == list(range(0, 30, 5))
-            with pytest.raises(VideoError, match="cannot be decoded"):
-                videos.frames(path, range(30, 100, 5), (WIDTH, HEIGHT))
+def test_damage_costs_the_frames_that_it_hits_and_no_others(reader, tmp_path):
+    path = write(tmp_path / "overwritten.mp4", n=100)
+    patch(path, b"mdat", path.stat().st_size // 2, bytes(range(1, 251)) * 12)
+    for _ in range(2):
+        frames = reader.frames(path, range(0, 30, 5), (WIDTH, HEIGHT))
+        assert [number(p) for p in frames.pixels] == list(range(0, 30, 5))
+        assert "cannot be decoded" in str(error_of(reader.frames, path, range(30, 100, 5), (WIDTH, HEIGHT)))
 
 
 def test_a_quarantined_file_is_not_asked_again_until_it_is_replaced(tmp_path, good, asked):
-    path, reasons = bad_file("text", tmp_path), set()
+    path = tmp_path / "v.mp4"
+    text(path)
     with Videos(workers=1) as videos:
-        for _ in range(3):
-            with pytest.raises(VideoError) as refused:
-                videos.info(path)
-            reasons.add(str(refused.value))
+        reasons = {str(error_of(videos.info, path)) for _ in range(3)}
         assert asked == ["probe"] and len(reasons) == 1
         path.write_bytes(Path(good).read_bytes())
         assert videos.info(path).n_frames == 60
@@ -365,70 +365,37 @@ def test_an_image_is_one_frame_without_a_time(reader, tmp_path):
     assert np.array_equal(frames.pixels, np.asarray(expected)[None]) and frames.times == (None,)
 
 
-def test_a_picture_starts_no_other_program(reader, tmp_path):
-    """Pillow starts Ghostscript for a PostScript file, whatever its name is."""
-    Image.fromarray(picture(5)).save(tmp_path / "b.png", "EPS")
-    with pytest.raises(VideoError, match="UnidentifiedImageError"):
-        reader.image(tmp_path / "b.png", same_size)
-
-
-def test_a_pipe_in_the_place_of_an_image_is_an_error_of_its_file(reader, tmp_path):
-    os.mkfifo(tmp_path / "pipe.png")
-    with pytest.raises(VideoError, match="pipe.png: is not a regular file"):
-        reader.image(tmp_path / "pipe.png", same_size)
-
-
 # ---- workers that hang, crash, age and end -------------------------------------------------------------------------
 
 
-def test_a_worker_that_hangs_ends_and_is_replaced_and_its_siblings_work_on(good, tmp_path, fake_av, asked):
-    fake_av("import time\ndef open(path, options):\n    time.sleep(60 * path.endswith('hangs.mp4'))\n    1 / 0\n")
-    hangs = write(tmp_path / "hangs.mp4", n=1)
-    with Videos(workers=2, timeout=1) as videos, ThreadPoolExecutor(1) as threads:
-        hung = threads.submit(videos.info, hangs)
-        wait_for(lambda: videos._idle.qsize() == 1)
-        with pytest.raises(VideoError, match="ZeroDivisionError"):
-            videos.info(good)
-        pids = worker_pids(videos)
-        with pytest.raises(VideoError, match="hung its decoder for 1 s"):
-            hung.result()
-        assert sum(map(alive, pids)) == 1
-        with pytest.raises(VideoError, match="hung its decoder"):  # quarantined
-            videos.info(hangs)
-        assert len(asked) == 2
-        with pytest.raises(VideoError, match="ZeroDivisionError"):
-            videos.info(write(tmp_path / "next.mp4", n=1))
-        assert len(asked) == 3
+SILENT = "os.write(int(sys.argv[2]), b'\\0\\0\\x10\\0' + b'x' * 100); time.sleep(60)"  # announces 4096 bytes
 
 
-def test_a_crash_costs_one_request_and_a_file_that_cannot_be_indexed_is_not_tried_again(good, fake_av, asked):
-    fake_av("import os, signal\ndef open(path, options):\n    os.kill(os.getpid(), signal.SIGSEGV)\n")
-    with Videos(workers=1) as videos:
-        for _ in range(2):
-            with pytest.raises(VideoError, match=r"killed its decoder \(exit code -11\)"):
-                videos.info(good)
-    assert asked == ["probe"]
-
-
-HALF = "os.write(int(sys.argv[2]), b'\\0\\0\\x10\\0' + b'x' * 100); time.sleep(60)"  # announces 4096 bytes
-STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
-
-
-@pytest.mark.parametrize("act", [HALF, STOP], ids=["in the middle of its answer", "by a signal"])
-def test_a_worker_that_stops_is_killed(good, fake_av, act):
+@pytest.mark.parametrize("act, told", [
+    pytest.param("time.sleep(60)", "hung its decoder for 1 s", id="hangs"),
+    pytest.param(SILENT, "hung its decoder for 1 s", id="falls silent in its answer"),
+    pytest.param("os.kill(os.getpid(), signal.SIGSTOP)", "hung its decoder for 1 s", id="is stopped"),
+    pytest.param("os.kill(os.getpid(), signal.SIGSEGV)", "(exit code -11)", id="crashes"),
+])  # fmt: skip
+def test_a_file_that_a_worker_cannot_index_ends_the_worker_and_is_not_tried_again(good, fake_av, asked, act, told):
     fake_av(f"import os, signal, sys, time\ndef open(path, options):\n    {act}\n")
     with Videos(workers=1, timeout=1) as videos:
-        with pytest.raises(VideoError, match="hung its decoder for 1 s"):
-            videos.info(good)
-        assert not any(map(alive, worker_pids(videos)))
+        for _ in range(2):
+            assert told in str(error_of(videos.info, good))
+        assert asked == ["probe"] and not any(map(alive, worker_pids(videos)))
 
 
-def test_a_worker_that_hangs_as_it_starts_is_killed(good, tmp_path, monkeypatch):
-    (tmp_path / "python").write_text("#!/bin/sh\nexec sleep 60\n")
-    (tmp_path / "python").chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with Videos(workers=1, timeout=1) as videos, pytest.raises(VideoError, match="hung its decoder for 1 s"):
-        videos.info(good)
+def test_a_worker_that_hangs_is_replaced_and_its_siblings_work_on(good, tmp_path, fake_av):
+    fake_av("import time\ndef open(path, options):\n    time.sleep(60 * path.endswith('hangs.mp4'))\n    1 / 0\n")
+    files = [write(tmp_path / name, n=1) for name in ("hangs.mp4", "next.mp4")]
+    with Videos(workers=2, timeout=1) as videos, ThreadPoolExecutor(1) as threads:
+        hung = threads.submit(error_of, videos.info, files[0])
+        wait_for(lambda: videos._idle.qsize() == 1)
+        assert "ZeroDivisionError" in str(error_of(videos.info, good))
+        pids = worker_pids(videos)
+        assert "hung" in str(hung.result())
+        assert sum(map(alive, pids)) == 1
+        assert "ZeroDivisionError" in str(error_of(videos.info, files[1]))
 
 
 def test_workers_that_die_while_idle_cost_no_file_and_leave_no_descriptors(good):
@@ -455,14 +422,12 @@ def test_close_ends_every_worker_busy_or_idle(good):
         pids = worker_pids(videos)
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
-        busy = threads.submit(videos.frames, good, [50], (32, 32))
+        busy = threads.submit(error_of, videos.frames, good, [50], (32, 32))
         wait_for(lambda: videos._idle.qsize() < 2)
         videos.close()
-        with pytest.raises(VideoError, match="closed"):
-            busy.result()
+        assert "closed" in str(busy.result())
     assert not any(map(alive, pids)) and not videos._bad  # the file is not at fault if the reader is closed
-    with pytest.raises(VideoError, match="closed"):
-        videos.frames(good, [51], (32, 32))
+    assert "closed" in str(error_of(videos.frames, good, [51], (32, 32)))
 
 
 def test_a_scheduler_that_signals_all_processes_costs_no_file(good):
@@ -501,18 +466,18 @@ def test_no_worker_outlives_its_parent(good, fake_av, end):
 
 
 def test_threads_share_decodes_errors_and_frames_nobody_can_change(good, tmp_path, asked):
-    bad = bad_file("text", tmp_path)
+    bad = tmp_path / "bad.mp4"
+    text(bad)
     asks = [([i % 11, 20 + i % 7, 59], (WIDTH, HEIGHT) if i % 3 else (48, 32)) for i in range(100)]
     with Videos(workers=2) as many, Videos(workers=1, cache_bytes=0) as one:
         with ThreadPoolExecutor(12) as threads:
             got = list(threads.map(lambda ask: many.frames(good, *ask), asks))
-            errors = [future.exception() for future in [threads.submit(many.info, bad) for _ in range(8)]]
+            list(threads.map(lambda _: error_of(many.info, bad), range(8)))
         assert asked.count("decode") == len({(tuple(indices), size) for indices, size in asks}) < 100
         assert asked.count("probe") < 6
         for ask, frames in zip(asks[:12], got):
             alone = one.frames(good, *ask)
             assert (frames.pixels == alone.pixels).all() and frames.times == alone.times
-        assert all(isinstance(error, VideoError) for error in errors)
         for shared in (got[0].pixels, many.info(good).times):
             with pytest.raises(ValueError, match="read-only"):
                 shared[0] = 1

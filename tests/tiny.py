@@ -32,6 +32,7 @@ NEVER_SAMPLED = (IMAGE_PAD, VIDEO_PAD, VISION_START, VISION_END)
 TOKENS = {"<|endoftext|>": 0, "<|im_end|>": 1, "<|image_pad|>": IMAGE_PAD, "<|video_pad|>": VIDEO_PAD}
 TOKENS |= {"<|vision_start|>": VISION_START, "<|vision_end|>": VISION_END}
 
+TOOL = "crop_video"  # what scripted agents call
 CELL = {"qwen3_vl": 32, "qwen2_5_vl": 28}  # pixels of a visual token's side, by family
 # Four tokens per frame: with one, M-RoPE positions are plain positions, and the tests would prove nothing.
 CONTRACT = VisualContract(frame_pixels=64 * 64, overview_frames=4, crop_max_frames=4)
@@ -110,7 +111,7 @@ def build(
 ) -> Path:  # fmt: skip
     """Write a checkpoint with a tokenizer and a chat template."""
     prompts = [system_prompt(with_tools=True), subagent_system_prompt()]
-    tokenizer = toy.build_tokenizer([*prompts, CHAT_TEMPLATE, json.dumps(TOOLS["crop_video"].schema)], 512)
+    tokenizer = toy.build_tokenizer([*prompts, CHAT_TEMPLATE, json.dumps(TOOLS[TOOL].schema)], 512)
     contract = contract or (CONTRACT if model_type == "qwen3_vl" else CONTRACT_14)
     own_text, own_tower = of_family(model_type, [6, 5, 5], head_dim=32)
     text = {"vocab_size": len(tokenizer), "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4}
