@@ -227,7 +227,8 @@ def check_episode(episode: Episode, world: World, context: AgentContext) -> None
 
     # The record of an episode is all of it.
     record = json.loads(json.dumps(episode_record(episode, renderer.readable)))
-    [again] = episodes_of([record])
+    again, other = episodes_of([record, record])
+    assert again.main.prompt is other.main.prompt  # episodes of one prompt are read with one prompt
     assert json.loads(json.dumps(episode_record(again, renderer.readable))) == record
 
 

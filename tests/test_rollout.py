@@ -1,4 +1,4 @@
-"""Rollouts: seeds, shared prompts, failures, threads, records. What holds for every episode is in test_invariants.py."""
+"""Rollouts: seeds, shared prompts, failures, threads. What holds for every episode is in test_invariants.py."""
 
 import gc
 import itertools
@@ -8,15 +8,14 @@ import time
 from dataclasses import replace
 
 import pytest
-from scripted import END, TASK, MemoryVideos, Scripted, crop, is_subagent, load_episodes, play, turns
+from scripted import END, TASK, MemoryVideos, Scripted, crop, is_subagent, play, turns
 from scripts import wait_for
 
 import rollout
-from episode import Task, episode_record
+from episode import Task
 from rollout import AgentContext, RolloutConfig, render_prompt
 from runtime import dataset
 from runtime.engine import EngineError
-from runtime.lines import append_line
 from runtime.visual import ContractError
 
 ANSWER = "y</think>" + END
@@ -31,17 +30,6 @@ def context_of(engine: Scripted, renderer) -> AgentContext:
 
 
 # ---- prompts and seeds
-
-
-def test_a_sub_agent_reads_these_words(renderer):
-    """Compare word for word: checkpoints learned these prompts in the cold start, and no other test notices a change."""
-    [episode] = play(renderer, turns("x</think>" + crop(0, 1) + END, ANSWER))
-    frame = "<|vision_start|><|image_pad|><|vision_end|>"
-    assert renderer.readable(episode.subagents[0].prompt.ids) == (
-        "<|im_start|>system\nYou see frames of one part of a video, each after its time. "
-        "Report briefly what happens in it, and when.<|im_end|>\n"
-        f"<|im_start|>user\n<0.5 seconds>{frame}\nWhat happens here?<|im_end|>\n<|im_start|>assistant\n"
-    )
 
 
 def test_a_step_and_a_copy_of_a_task_have_their_own_seeds(renderer):
@@ -137,19 +125,3 @@ def test_a_bug_of_ours_and_ctrl_c_end_the_run_and_no_further_turn_starts(rendere
     time.sleep(0.15)
     assert len(engine.asked) <= asked + 1  # the other episode may just have asked
     assert engine.expected == 0
-
-
-def test_an_agent_without_tools_is_not_told_to_call_them():
-    with pytest.raises(ValueError, match="dispatch: none"):
-        RolloutConfig(tools=())
-
-
-# ---- on disk
-
-
-def test_episodes_of_one_prompt_are_read_with_one_prompt(renderer, tmp_path):
-    [episode] = play(renderer, turns(ANSWER))
-    for _ in range(2):
-        append_line(tmp_path / "episodes.jsonl", episode_record(episode, renderer.readable))
-    one, other = load_episodes(tmp_path / "episodes.jsonl")
-    assert one.main.prompt is other.main.prompt
