@@ -39,10 +39,9 @@ class MemoryVideos:
 
     def __init__(self, duration: float = 60.0, fps: float = 2.0, size: tuple[int, int] = (64, 64)):
         self.duration, self.times, self.size = duration, np.arange(int(duration * fps)) / fps, size
-        self.opened, self._cache, self._lock = [], {}, threading.Lock()
+        self._cache, self._lock = {}, threading.Lock()
 
     def info(self, path: str) -> VideoInfo:
-        self.opened.append(path)
         if Path(path).name.startswith("bad"):
             raise VideoError(path, "is not a video")
         return VideoInfo(path, *self.size, self.times, self.duration, NO_TABLE)

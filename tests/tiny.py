@@ -237,11 +237,15 @@ def plain_inputs(model, ids: list[int], clips: list[Clip]) -> dict[str, torch.Te
     return given
 
 
-def plain_logprobs(model, never_sampled, ids: list[int], clips: list[Clip], temperature: float = 1.0) -> torch.Tensor:
-    """Return log pi of every token of a row except the first, from one plain forward without the banned ids: [L - 1]."""
+def plain_distributions(model, never_sampled, ids: list[int], clips: list[Clip], temperature=1.0) -> torch.Tensor:
+    """Return the log-probs after each token of a row over the vocabulary without the banned ids, from one plain forward: [L, V]."""
     logits = model(**plain_inputs(model, ids, clips)).logits[0].float()
-    logits = logits.index_fill(1, torch.tensor(never_sampled), -torch.inf)
-    logprobs = (logits / (temperature or 1.0)).log_softmax(-1)[:-1]
+    return (logits.index_fill(1, torch.tensor(never_sampled), -1e9) / (temperature or 1.0)).log_softmax(-1)
+
+
+def plain_logprobs(model, never_sampled, ids: list[int], clips: list[Clip], temperature: float = 1.0) -> torch.Tensor:
+    """Return log pi of every token of a row except the first: [L - 1]."""
+    logprobs = plain_distributions(model, never_sampled, ids, clips, temperature)[:-1]
     return logprobs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
@@ -264,20 +268,16 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert (found[name] - wanted).norm() <= tolerance * wanted.norm() + 1e-8, name
 
 
-def plain_scores(model, bundles, rows_of, temperature: float = 1.0, banned=NEVER_SAMPLED):
-    """Return what `policy(bundles)` must return, from each row alone and a softmax over a vocabulary without `banned`."""
-    allowed = [token for token in range(VOCABULARY) if token not in banned]
+def plain_scores(model, bundles, rows_of, temperature: float = 1.0):
+    """Return what `policy(bundles)` must return, from each row alone."""
     logprobs, entropies = [torch.zeros(0)], [torch.zeros(0)]
     for b, rows in zip(bundles, rows_of):
         for target, row in zip(b.rows, rows):
-            wanted = [j for j, m in enumerate(target.mask) if m]
-            if not wanted:
-                continue
-            logits = model(**plain_inputs(model, row.ids, row.clips)).logits[0]
-            before = [len(b.prompt.ids) + j - 1 for j in wanted]
-            log = torch.log_softmax(logits[before][:, allowed] / temperature, -1)
-            logprobs.append(log[range(len(wanted)), [allowed.index(target.ids[j]) for j in wanted]])
-            entropies.append(-(log.exp() * log).sum(-1))
+            at = [len(b.prompt.ids) + j for j, m in enumerate(target.mask) if m]
+            if at:
+                log = plain_distributions(model, NEVER_SAMPLED, row.ids, row.clips, temperature)[[j - 1 for j in at]]
+                logprobs.append(log[range(len(at)), [row.ids[j] for j in at]])
+                entropies.append(-(log.exp() * log).sum(-1))
     return torch.cat(logprobs), torch.cat(entropies)
 
 
