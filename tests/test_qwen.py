@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import qwen
+import yaml
 from scripted import crop
 from tiny import noise, template_ids
 from transformers import GenerationConfig
@@ -16,6 +17,7 @@ from runtime.prompts import Live
 from runtime.render import THINK_PREFIX, Renderer, load_tokenizer, template_problem
 
 pytestmark = pytest.mark.qwen
+STRUCTURE = yaml.safe_load((Path(__file__).parent / "rewards.yaml").read_text("utf-8"))["qwen"]
 END, TEXT_END = 151645, 151643  # <|im_end|>, <|endoftext|>
 
 
@@ -95,28 +97,7 @@ def painted(renderer: Renderer, trajectory: Trajectory) -> str:
     return text
 
 
-@pytest.mark.parametrize(
-    "expected",
-    [
-        "I see.\n⟦</think>\n<answer⟧>B⟦</answer><|im_end|>⟧",
-        "I see.\n⟦</think>\n\n<answer⟧>B⟦</answer><|im_end|>⟧",
-        "⟦</think><answer>⟧12.5 - 20.1⟦</answer><|im_end|>⟧",
-        "⟦</think><answer⟧>[12.5, 20.1⟦]</answer><|im_end|>⟧",
-        "⟦</think><answer⟧>(B⟦)</answer><|im_end|>⟧",
-        "⟦</think><answer⟧>The red door⟦.</answer><|im_end|>⟧",
-        '⟦</think><answer⟧>"yes⟦"</answer><|im_end|>⟧',
-        "⟦</think><answer⟧>-5⟦</answer><|im_end|>⟧",
-        "⟦</think><answer>⟧红伞⟦。</answer><|im_end|>⟧",
-        "⟦</think><answer>⟧🙂⟦</answer><|im_end|>⟧",
-        "⟦</think><answer>\r\n⟧B\r\n⟦</answer><|im_end|>⟧",
-        "⟦</think><answer>⟧ B⟦ </answer><|im_end|>⟧",
-        '⟦</think>\n<tool_call>⟧\n{"name": "crop_video", "arguments": {"start_time": 1}}\n⟦</tool_call><|im_end|>⟧',
-        "⟦</think><answer⟧>B⟦</answer><|endoftext|>⟧",
-        "I am not done.⟦<|im_end|>⟧",
-        "I am not done.⟦<|endoftext|>⟧",
-        "a \ufffd⟦</think><answer⟧>B⟦</answer><|im_end|>⟧",
-    ],
-)
+@pytest.mark.parametrize("expected", STRUCTURE)
 def test_structure_is_tags_and_ends_of_turn_and_never_the_answer(either, expected):
     trajectory = said(either, expected.replace("⟦", "").replace("⟧", ""), forced=THINK_PREFIX)
     assert painted(either, trajectory) == THINK_PREFIX + expected

@@ -36,6 +36,7 @@ def earned(turns, executed=0, task=MCQ, cfg=PLAIN, forced=""):
 # ------------------------------------------------------------------------------------------------ adversarial completions
 
 CASES = yaml.safe_load((Path(__file__).parent / "rewards.yaml").read_text("utf-8"))
+TEXTS = CASES["texts"]
 PARTS = {*rewards.PARTS}
 
 
@@ -47,7 +48,7 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+@pytest.mark.parametrize("case", TEXTS, ids=[case["name"] for case in TEXTS])
 def test_a_text_earns_what_is_known_by_hand(case):
     settings = dict(case.get("cfg", {}))
     cfg = RewardConfig(anchor=Anchor(credit=settings.pop("credit", "struct")), **settings)
@@ -151,23 +152,8 @@ def painted(turns, renderer=None, forced="") -> str:
     return "".join(renderer.decode([t]) for t, s in zip(main.ids, structural_mask(main, renderer), strict=True) if s)
 
 
-@pytest.mark.parametrize(
-    "answer, struct",
-    [
-        # Tokens with a letter, a digit or the answer's first character are not structural ...
-        (">B|</", "</"),
-        (">|?</", ">"),
-        (">\n|?</", ">\n"),
-        # ... nor are `>(` and `>[`. But sampling `)</` is the decision to close.
-        (">(|B|)</", ")</"),
-        (">|A red door|.</", ">|.</"),
-        (">\n|B| </", ">\n| </"),
-        # Tokens with punctuation after a closing tag or before an opening one are not structural.
-        (">|x|</|answer|>,| done| .<|answer|>|B|</", ">|</|answer|answer|>|</"),
-    ],
-)
+@pytest.mark.parametrize("answer, struct", CASES["tokens"])
 def test_a_token_that_shares_a_tag_is_structure_unless_it_carries_content(answer, struct):
-    """These are tokens of Qwen."""
     pieces = ["<think>", "I see it.", "</think>", "<", "answer", *answer.split("|"), "answer", ">", END_OF_TURN]
     ids = list(range(len(pieces)))
     mask = structural_mask(Trajectory(NO_PROMPT, ids, [1] * len(ids), turns=[(0, len(ids))]), Pieces(*pieces))

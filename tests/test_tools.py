@@ -41,7 +41,7 @@ CALLS = yaml.safe_load((Path(__file__).parent / "calls.yaml").read_text("utf-8")
 TOO_LONG = crop().replace("</tool_call>", " " * 5000 + "</tool_call>")
 
 
-@pytest.mark.parametrize("case", [*CALLS, {"name": "too long", "calls": ["unparseable"], "text": TOO_LONG}], ids=lambda case: case["name"])  # fmt: skip
+@pytest.mark.parametrize("case", [*CALLS["texts"], {"name": "too long", "calls": ["unparseable"], "text": TOO_LONG}], ids=lambda case: case["name"])  # fmt: skip
 def test_each_call_is_read_or_fails_alone(case):
     calls = parse_calls(case["text"], 2)
     assert [call.error or call.arguments for call in calls] == case["calls"]
@@ -115,25 +115,10 @@ def test_times_are_read_as_people_write_them_and_others_are_a_text_for_the_model
     assert caught.value.kind == "bad_arguments" and len(str(caught.value)) < 120
 
 
-@pytest.mark.parametrize(
-    "arguments, window",
-    [
-        ({"start_time": -10, "end_time": 5}, (0, 5)),
-        ({"start_time": 50, "end_time": 1e308}, (50, 60)),
-        ({"start_time": "-1", "end_time": "0:45"}, (0, 45)),
-        ({"start": 1, "end": "0:05"}, (1, 5)),  # as other models call it
-        ({"start_time": 1, "end": 5}, (1, 5)),
-        ({"start_time": 1, "end_time": 5, "start": 2, "end": 3}, (1, 5)),  # the names of the schema come first
-        ({"start": 1, "end": "soon"}, "end_time .* 'soon'"),
-        ({"start_time": 1, "end_time": 5, "video_path": None}, (1, 5)),  # the first video
-        # Otherwise the model would get another video's report.
-        ({"start_time": 0, "end_time": 5, "video_path": "/etc/passwd"}, "first.mp4, second.mp4"),
-        *(({"start_time": a, "end_time": b}, "from 0 to 60.0 seconds") for a, b in ((10, 10), (60, 70), (-9, -1))),
-    ],
-)
+@pytest.mark.parametrize("arguments, window", CALLS["windows"])
 def test_windows_are_clamped_and_an_impossible_one_names_the_range(arguments, window):
     with pytest.raises(ToolError, match=window) if isinstance(window, str) else nullcontext():
-        assert look(**arguments).window == window
+        assert look(**arguments).window == tuple(window)
 
 
 @settings(max_examples=80)

@@ -64,10 +64,7 @@ def of_family(model_type: str, mrope_section: list[int], head_dim: int) -> tuple
     return {"rope_parameters": rope}, {"window_size": 56, "fullatt_block_indexes": [1]}  # windows of 2 x 2 tokens
 
 
-def write(
-    path: Path, tied: bool = True, seed: int = 0, text: dict | None = None, vision: dict | None = None,
-    model_type: str = "qwen3_vl",
-) -> Path:  # fmt: skip
+def write(path: Path, tied=True, text: dict | None = None, vision: dict | None = None, model_type="qwen3_vl") -> Path:
     """Write a checkpoint of random weights that are large enough to make attention far from uniform."""
     own_text, own_tower = of_family(model_type, [4, 2, 2], head_dim=16)
     sizes = {"vocab_size": VOCABULARY, "intermediate_size": 96, "num_hidden_layers": 3} | own_text
@@ -76,7 +73,7 @@ def write(
     tower = {"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2} | own_tower
     sizes |= {"tie_word_embeddings": tied} | (text or {})
     tower |= {"out_hidden_size": sizes["hidden_size"]} | (vision or {})
-    model = random_model(model_type, sizes, tower, TOKENS, seed)
+    model = random_model(model_type, sizes, tower, TOKENS, seed=0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -105,11 +102,8 @@ def random_model(model_type: str, text: dict, vision: dict, ids: dict[str, int],
     return model
 
 
-def build(
-    path: Path, seed: int = 0, model_type: str = "qwen3_vl", contract: VisualContract | None = None,
-    vision: dict | None = None, **sizes,
-) -> Path:  # fmt: skip
-    """Write a checkpoint with a tokenizer and a chat template."""
+def build(path: Path, seed=0, model_type="qwen3_vl", contract=None, vision: dict | None = None, **sizes) -> Path:
+    """Write a checkpoint with a tokenizer and a chat template. `contract`: None is the family's."""
     prompts = [system_prompt(with_tools=True), subagent_system_prompt()]
     tokenizer = toy.build_tokenizer([*prompts, CHAT_TEMPLATE, json.dumps(TOOLS[TOOL].schema)], 512)
     contract = contract or (CONTRACT if model_type == "qwen3_vl" else CONTRACT_14)
@@ -119,11 +113,8 @@ def build(
     tower = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": contract.patch}
     tower |= own_tower
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in toy.ADDED}
-    text |= {
-        "tie_word_embeddings": True,
-        "bos_token_id": ids["<|endoftext|>"],
-        "eos_token_id": ids["<|im_end|>"],
-    } | sizes
+    text |= {"tie_word_embeddings": True, "bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"]}
+    text |= sizes
     tower |= {"out_hidden_size": text["hidden_size"]} | (vision or {})
     toy.write_checkpoint(path, random_model(model_type, text, tower, ids, seed), tokenizer, contract)
     if model_type == "qwen2_5_vl":
@@ -142,10 +133,8 @@ def as_published(path, folder):
     config = json.loads((folder / "config.json").read_text())
     text = config.pop("text_config")
     rope = text.pop("rope_parameters")
-    text |= {
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
-    }
+    text |= {"rope_theta": rope["rope_theta"]}
+    text |= {"rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
     for name in ("model_type", "architectures"):
         text.pop(name, None)
     (folder / "config.json").write_text(json.dumps(text | config))
@@ -166,8 +155,8 @@ STOCK_TEMPLATE = """
 """.replace("\\n", "{{ '\\n' }}").strip()
 
 
-def plain(path: Path, attention: str = "eager") -> PreTrainedModel:
-    return AutoModelForImageTextToText.from_pretrained(path, attn_implementation=attention, dtype=torch.float32)
+def plain(path: Path) -> PreTrainedModel:
+    return AutoModelForImageTextToText.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
 
 
 def noise(count: int, seed: int = 0, width: int = 64, height: int = 64) -> Clip:
