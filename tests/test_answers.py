@@ -11,16 +11,7 @@ from hypothesis import strategies as st
 from data import listed_options
 from episode import Task
 from runtime import config
-from runtime.answers import (
-    final_answer,
-    iou,
-    normalise,
-    parse_letter,
-    parse_span,
-    score_answer,
-    token_f1,
-    words_of,
-)
+from runtime.answers import final_answer, iou, normalise, parse_letter, parse_span, score_answer, token_f1, words_of
 
 HERE = Path(__file__).parent
 READINGS = config.read_tree(HERE / "readings.yaml")
@@ -124,12 +115,6 @@ def test_a_turn_without_an_answer_in_tags_has_one_in_its_text(untagged):
 def test_an_answer_is_a_letter_a_span_or_text_and_compared_with_the_gold(kind, gold, options, text, said, score):
     found, points = score_answer(text, task(kind, gold, *options))
     assert (found, points) == (person(said), pytest.approx(score))
-
-
-def test_a_judge_reads_the_question_its_answer_and_the_text():
-    seen = []
-    said = score_answer("a car", task("oe", "red car"), "judge", lambda *texts: seen.append(texts) or 1.0)
-    assert said == ("a car", 1) and seen == [("Which?", "red car", "a car")]
 
 
 @pytest.mark.parametrize("text", FORMS["words"])
