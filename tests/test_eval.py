@@ -28,7 +28,6 @@ from runtime.folder import hold_folder, only_run_in
 from runtime.render import END_OF_TURN
 
 CONFIGS = REPO / "configs" / "eval"
-OURS = ("row=paravt_8b", "way=own")
 refused = evaluations.refused  # a fixture
 LOOK = f"I look closer.\n</think>\n{crop(0, 1000)}{END_OF_TURN}"
 RED = f"It is red.\n</think>\n<answer>red</answer>{END_OF_TURN}"
