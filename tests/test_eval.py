@@ -87,9 +87,8 @@ def test_an_item_leaves_a_line_with_what_was_said_and_seen(
 ):
     """The golden figures by hand: 2 of the 8 golds are `often`, 1 is `other`. LOOK and `seen` have 31 tokens, the report has 3.
     Without tools, f is 0.3 + 0.2 for the tags and 0.1 for their balance: "No." is not a thought."""
-    often, *_, other = (
-        gold for gold, _ in Counter(i.task.answer for i in load_split("toy", str(toy_dir))).most_common()
-    )
+    golds = Counter(item.task.answer for item in load_split("toy", str(toy_dir)))
+    often, *_, other = sorted(golds, key=golds.get, reverse=True)
     seen = f"A clip shows it.\n</think>\n<answer>{often}</answer>{END_OF_TURN}"
     unseen = f"No.\n</think>\n<answer>{other}</answer>{END_OF_TURN}"
 
@@ -127,12 +126,8 @@ def test_results_of_other_settings_or_weights_are_refused_and_the_setting_is_nam
     path = write(checkpoint=str(tmp_path / "trained"))
     engines = model("red")
     run(path)
-    for change, named in (
-        ("seed=1", "seed: 0, now 1"),
-        ("rollout.max_new_tokens=12", "rollout.max_new_tokens: 24, now 12"),
-        (f"checkpoint={toy_dir}/model", "checkpoint: .*, now "),
-    ):
-        refused(load(path, change, "frames=[8]"), named)
+    refused(load(path, "rollout.max_new_tokens=12", "frames=[8]"), "rollout.max_new_tokens: 24, now 12")
+    refused(load(path, f"checkpoint={toy_dir}/model", "frames=[8]"), "checkpoint: .*, now ")
     weights = tmp_path / "trained" / "model.safetensors"
     before = weights.read_bytes()
     kept = len(before) * 3 // 4  # past bug: only the first MiB of a file was looked at
@@ -181,24 +176,14 @@ def test_items_of_torn_lines_errors_and_other_golds_are_asked_again_and_leave_on
     records = [line("gone", 1), *read_results(file).records]  # an item that the split no longer has
     records[2]["gold"] = "another"  # past bug: a split whose folder had changed under equal ids kept its old answers
     file.write_text("".join(json.dumps(record) + "\n" for record in records)[:-30])
+    # Past bug: config.yaml had the GPUs of the machine on which the run began, so another machine could not resume it.
+    assert "server_gpus: null" in (tmp_path / "run" / "config.yaml").read_text()
     engines = model(turns(LOOK, RED))
     run(path)
     run(path, "rollout.concurrency=2", "decoders=2", "rollout.urls=[http://127.0.0.1:9]")  # a place is not a setting
     assert len(engines) == 1  # no engine was opened
     assert asked(engines) == 3 * 6  # two turns and a report of all but the third and the fourth item
     assert sorted(record["id"] for record in read_results(file).records) == sorted(items)
-
-
-def test_a_run_records_no_gpus_and_resumes_on_a_machine_with_others(write, model, tmp_path):
-    """Past bug: config.yaml had the GPUs of the machine on which the run began."""
-    model("red")
-    run(write(), "limit=2")
-    file = tmp_path / "run" / "config.yaml"
-    text = file.read_text()
-    assert "server_gpus: null" in text and "concurrency: null" in text
-    file.write_text(text.replace("server_gpus: null", "server_gpus: [0, 1]"))  # as an older version wrote it
-    run(write())
-    assert len(outcomes(results_file(tmp_path))) == 8
 
 
 # ------------------------------------------------------------------------------------------------ what fails
@@ -263,18 +248,14 @@ def test_answers_without_a_tag_count_only_where_the_config_says_so_and_leave_the
     write, model, tmp_path, mode
 ):
     """Past bug: an item whose answer could not be read left no trace."""
-    model("I see it. " * 300 + "\n</think>\nThe answer is red.")
+    said = "I see it. " * 300 + "\n</think>\nThe answer is red."
+    model(said)
     grading = {"open_answer": "exact", "untagged_answer": mode}
     run(write(prompting={"protocol": "think"}, rollout={"max_new_tokens": 4000}, grading=grading))
     records = read_results(results_file(tmp_path, "think")).records
-    assert {(r["prediction"], r["tagged"], r["error"]) for r in records} == {
-        ("red." * (mode == "prose") or None, False, "")
-    }
+    assert {(r["prediction"], r["tagged"]) for r in records} == {("red." if mode == "prose" else None, False)}
     assert rates(records)["unparsed_rate"] == 100 * (mode == "off")
-    for record in records:
-        assert len(record["said"]) == 2000 and record["said"].endswith(
-            f"I see it. \n</think>\nThe answer is red.{END_OF_TURN}"
-        )
+    assert {r["said"] for r in records} == {(said + END_OF_TURN)[-2000:]}
 
 
 # ------------------------------------------------------------------------------------------------ configs
