@@ -36,9 +36,9 @@ TASK = Task("t1", HOSTILE, ("/gone/v.mp4",), "oe", "red")
 STRUCT = {"anchor": {"credit": "struct", "lam": 0.5}}
 
 
-def play(renderer, videos=None, task=TASK):
+def play(renderer):
     """Return two episodes with two parallel calls and an answer, with rewards and advantages as after a step."""
-    episodes = roll_out(renderer, turns(FIRST, SECOND, report="A red cube."), (task,), 2, videos=videos)
+    episodes = roll_out(renderer, turns(FIRST, SECOND, report="A red cube."), (TASK,), 2)
     for i, episode in enumerate(episodes):
         episode.rewards = {"R": i + 0.5, "R_acc": 1.0 - i, "well_formed": 1.0 - i}
         episode.advantage, episode.anchor_advantage = 0.25 - i, 0.8
@@ -60,9 +60,7 @@ def write_evaluation(folder, k, scores, arm="parallel"):
     """Write an evaluation's folder as eval.py does. Its second item has two calls and one that failed."""
     rows = [line("", score, f=1.0, well_formed=1.0) for score in scores]
     rows[1] |= {"calls": [{"error": ""}, {"error": ""}, {"error": "timeout"}], "well_formed": 0.0}
-    folder.mkdir(parents=True, exist_ok=True)
-    write_results(folder, "toy", rows, arm=arm, k=k)
-    return folder
+    return write_results(folder, "toy", rows, arm=arm, k=k).parent
 
 
 def content(page) -> dict:
