@@ -1,7 +1,6 @@
 """configs/eval/rows.yaml: each row is asked as in the paper's table and as its authors ask, and says what still differs.
 docs/node.md: every row of the paper has a command."""
 
-import contextlib
 import os
 import re
 import shlex
@@ -9,7 +8,6 @@ import shlex
 import pytest
 from scripts import REPO
 
-import rl
 from eval import EvalConfig, main, with_names
 from evals import rows, tables
 from evals.rows import ROWS_FILE
@@ -163,14 +161,3 @@ def test_every_row_of_the_paper_is_in_the_tables():
         for row in published["ablations"][block]:
             assert "run" not in row or f"runs/{row['run']}_8b" in trainings
             assert f"runs/eval/own/{row.get('eval') or row['run']}_8b" in evaluations
-
-
-@pytest.mark.parametrize("words", TRAININGS, ids=lambda words: words[0].split("/")[-1])
-def test_the_dry_run_of_each_training_lacks_only_its_start(words, toy_dir, capsys):
-    rows = [f"data.sources=[{{path: {toy_dir}/rl.parquet}}]", f"data.video_root={toy_dir}"]
-    cfg = config.load(RLConfig, REPO / words[0], [*words[1:], *rows])
-    start = cfg.policy.checkpoint
-    lacks_start = pytest.raises(config.ConfigError, match=f"{start}: neither a folder nor a model on the hub")
-    with lacks_start if start.startswith("runs/") else contextlib.nullcontext():
-        rl.main(cfg, dry=True)
-    assert "data: " in capsys.readouterr().out
