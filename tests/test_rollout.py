@@ -114,3 +114,16 @@ def test_a_bug_of_ours_and_ctrl_c_end_the_run_and_no_further_turn_starts(rendere
     time.sleep(0.15)
     assert len(engine.asked) <= asked + 1  # the other episode may just have asked
     assert engine.expected == 0
+
+
+def test_agents_and_the_calls_of_a_turn_run_at_once(renderer):
+    """The engine answers no sub-agent before all 128 have asked."""
+    all_ask = threading.Barrier(128, timeout=20)
+
+    def report(prompt):
+        all_ask.wait()
+        return "seen"
+
+    said = turns("x</think>" + crop() * 4 + END, ANSWER, report=report)
+    for episode in play(renderer, said, tasks=tasks_named(32)):
+        assert [call.error for call in episode.calls] == [""] * 4 and not episode.error

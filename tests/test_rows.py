@@ -50,6 +50,9 @@ def test_a_row_is_asked_in_both_ways(row):
     # Past bug: rows were written for 8 GPUs and refused on other machines.
     assert own.rollout.server_gpus is agent.server_gpus is None
     assert own.decoders == cfg.decoders == min(64, os.cpu_count())
+    # A request takes 906 MB of the host's memory, one of our agent 113. An API allows fewer at once.
+    assert (agent.concurrency, own.rollout.concurrency) == (64, 256 if cfg.agentic else 64)
+    assert load("row=gpt4o").rollout.concurrency == 8
 
 
 def test_the_dry_run_of_every_row_names_what_is_missing_and_how_the_published_run_differs(
