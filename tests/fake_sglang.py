@@ -2,10 +2,10 @@
 
     python fake_sglang.py PORT IMAGE_PAD CELL STOP [FAULT]
 
-Its tokens depend on the prompt, the seed and the weights' version. FAULT: die_after=N answers, busy (503 at times), abort,
-drift (one image token too few), swap (refuses the first weights), slow_start=SECONDS, warms_up=SECONDS (samples, but is
-not healthy, and dies if it gets weights), slow=SECONDS for every request, crash=N (at once, after N lines of log), meta=JSON
-(replaces fields of each answer's meta_info). GET /model_info reports what the server has seen.
+Its tokens depend on the prompt, the seed and the weights' version. FAULT: die_after=N answers, busy (503 at times), abort (every
+second request), drift (one image token too few), swap (refuses the first weights), slow_start=SECONDS, warms_up=SECONDS (samples,
+but is not healthy, and dies if it gets weights), slow=SECONDS for every request, crash=N (at once, after N lines of log), reply=JSON
+(a list of changes: each answer has one of them). GET /model_info reports what the server has seen.
 """
 
 import hashlib
@@ -61,11 +61,12 @@ def generate(request: dict) -> tuple[int, dict]:
     meta = {"finish_reason": finish, "weight_version": state["version"]}
     if request.get("return_logprob"):
         meta["output_token_logprobs"] = [[-1.0, token, None] for token in ids]
-    if fault == "meta":
-        meta |= json.loads(amount)
     reply = {"output_ids": ids, "meta_info": meta}
     if request.get("return_prompt_token_ids"):
         reply["prompt_token_ids"] = prompt
+    if fault == "reply":
+        changes = json.loads(amount)
+        reply |= changes[number % len(changes)]
     return 200, reply
 
 
