@@ -328,7 +328,7 @@ ODD += [{"output_token_logprobs": [[None, 5, None]]}, {"finish_reason": {"type":
 ODD = [{"meta_info": {}}, {"prompt_token_ids": None}, *({"meta_info": META | change} for change in ODD)]
 
 
-@pytest.mark.parametrize("fault", ["busy", "abort", "die_after=5", f"reply={json.dumps(ODD)}"])
+@pytest.mark.parametrize("fault", ["busy", "abort", "die_after=5", pytest.param(f"reply={json.dumps(ODD)}", id="odd")])
 def test_a_lost_request_goes_to_another_server_and_is_never_a_result(serve, prompts, tmp_path, fault):
     """It was refused, aborted, lost with its server, or answered by other weights or otherwise than we understand (past bug: some
     such replies ended the training with a traceback). All samples are those of a healthy server."""
