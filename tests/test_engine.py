@@ -85,19 +85,25 @@ def test_logprobs_are_those_of_a_plain_forward(engine, model, renderer, prompts)
         check_logprobs(model, renderer, row, sample, tolerance=1e-4)
 
 
-def test_a_sample_depends_on_its_own_prompt_and_seed_only(engine, model, renderer, prompts):
-    """Rollouts that hold the same prompt, sampled in one batch and of different lengths, equal each rollout alone, and those with
-    prompts that are only equal. Frames can also come after the shared prompt. The same words about other pixels are another
-    prompt."""
-    tails = [renderer.encode(text) for text in ("<think>\n", "Well, ", "\n\nIt is about a cat", "")]
-    rows = [request(prompts[3], tail, seed=i) for i, tail in enumerate(tails)]
-    delta = renderer.continuation([[noise(2, seed=9), "seen"]])
-    rows.append(request(prompts[3], [renderer.end_of_turn, *delta.ids], delta.clips))
+@pytest.fixture
+def rows(renderer, prompts) -> list[dict]:
+    """Requests that hold the same prompt, also with frames after it, and the same words about other pixels. Greedy and random ones,
+    which end at different times."""
+    rows = []
+    for prompt in prompts[::3]:
+        tails = [renderer.encode(text) for text in ("<think>\n", "Well, ", "\n\nIt is about a cat", "")]
+        rows += [request(prompt, tail, seed=i, temperature=0.7 * i) for i, tail in enumerate(tails)]
+        delta = renderer.continuation([[noise(2, seed=9), "seen"]])
+        rows.append(request(prompt, [renderer.end_of_turn, *delta.ids], delta.clips))
     ids = prompts[2].ids
     opening = Prompt(ids[:9], [])
     for clip in (noise(3, seed=1), noise(3)):
         rows += [request(opening, ids[9:], [clip], seed=2), request(Prompt(ids, [clip]), seed=2)]
-    rows = [row | {"max_new_tokens": 3 + 2 * i} for i, row in enumerate(rows)]
+    return [row | {"max_new_tokens": 3 + 2 * i} for i, row in enumerate(rows)]
+
+
+def test_a_sample_depends_on_its_own_prompt_and_seed_only(engine, model, renderer, rows):
+    """Rollouts that share a prompt in one batch equal each rollout alone, and those with prompts that are only equal."""
     equal = at_once(engine, [row | {"prompt": dataclasses.replace(row["prompt"])} for row in rows])
     shared = at_once(engine, rows)
     for row, sample, apart in zip(rows, shared, equal):
@@ -187,16 +193,7 @@ def test_a_closed_engine_lets_nobody_wait(checkpoint, renderer, prompts):
 # ---- in this process, with reference implementations of a GPU's kernels
 
 
-def test_a_gpus_kernel_samples_what_a_cpus_sdpa_samples(engine, checkpoint, renderer, prompts, monkeypatch):
-    """One batch has greedy and random rows that end at different times, shared prompts, and frames after the prompt."""
-    rows = []
-    for i, prompt in enumerate(prompts[::2]):
-        for seed, temperature in enumerate((0.0, 0.7, 1.5)):
-            rows.append(request(prompt, seed=seed, temperature=temperature, max_new_tokens=3 + 4 * seed + i))
-        tail = renderer.encode("<think>\nWell")
-        rows.append(request(prompt, tail, seed=i))
-        delta = renderer.continuation([[noise(2, seed=9), "seen"]])
-        rows.append(request(prompt, [*tail, renderer.end_of_turn, *delta.ids], delta.clips, seed=i))
+def test_a_gpus_kernel_samples_what_a_cpus_sdpa_samples(engine, checkpoint, renderer, rows, monkeypatch):
     expected = at_once(engine, rows)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", tiny.torch_varlen)
     monkeypatch.delattr("torch.nn.functional.scaled_dot_product_attention")
@@ -328,9 +325,9 @@ ODD += [{"output_token_logprobs": [[None, 5, None]]}, {"finish_reason": {"type":
 ODD = [{"meta_info": {}}, {"prompt_token_ids": None}, *({"meta_info": META | change} for change in ODD)]
 
 
-@pytest.mark.parametrize("fault", ["busy", "abort", "die_after=5", pytest.param(f"reply={json.dumps(ODD)}", id="odd")])
+@pytest.mark.parametrize("fault", ["busy", "abort", pytest.param(f"reply={json.dumps(ODD)}", id="odd")])
 def test_a_lost_request_goes_to_another_server_and_is_never_a_result(serve, prompts, tmp_path, fault):
-    """It was refused, aborted, lost with its server, or answered by other weights or otherwise than we understand (past bug: some
+    """It was refused, aborted, or answered by other weights or otherwise than we understand (past bug: some
     such replies ended the training with a traceback). All samples are those of a healthy server."""
     rows = [request(prompts[i % 4], seed=i) for i in range(40)]
     samples = []
@@ -415,23 +412,6 @@ def test_a_server_on_several_gpus_gets_the_configs_flags_and_a_log_of_its_name(r
     assert {path.name for path in tmp_path.iterdir()} == {"sglang-gpu4,5.log", "sglang-gpu6,7.log"}
 
 
-@pytest.fixture
-def machine(monkeypatch):
-    """machine(gpus, sglang, held): a machine with so many GPUs. `held`: for each, the GiB in use at one look after another."""
-
-    def install(gpus: int, sglang: bool = True, held=()) -> None:
-        def used(gpu: int) -> int:
-            return (held[gpu].pop(0) if held[gpu][1:] else held[gpu][0]) << 30
-
-        clock = types.SimpleNamespace(monotonic=itertools.count().__next__, sleep=lambda seconds: None)
-        monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: sglang or None)
-        monkeypatch.setattr("torch.cuda.device_memory_used", used)
-        monkeypatch.setattr("runtime.open_engine.time", clock)
-
-    return install
-
-
 @pytest.mark.parametrize(
     "sglang, gpus, given, found",
     [
@@ -444,8 +424,9 @@ def machine(monkeypatch):
         (False, 3, {}, ((), 32)),
     ],
 )
-def test_null_takes_the_gpus_of_the_machine(machine, sglang, gpus, given, found):
-    machine(gpus, sglang)
+def test_null_takes_the_gpus_of_the_machine(monkeypatch, sglang, gpus, given, found):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: sglang or None)
     with contextlib.nullcontext() if found else pytest.raises(ConfigError, match="tensor_parallel"):
         cfg = for_this_machine(RolloutConfig(**{"server_gpus": None, "concurrency": None} | given))
         assert (cfg.server_gpus, cfg.at_once) == found
@@ -460,8 +441,14 @@ def test_null_takes_the_gpus_of_the_machine(machine, sglang, gpus, given, found)
         ([[70, 69, 1]], (0,), (), False),  # a server that was killed frees its memory: torchrun's next attempt waits
     ],
 )
-def test_a_server_has_no_room_beside_another_process(machine, held, gpus, flags, refused):
-    machine(2, held=held)
+def test_a_server_has_no_room_beside_another_process(monkeypatch, held, gpus, flags, refused):
+    """`held`: for each GPU, the GiB in use at one look after another."""
+    looks = [itertools.chain(found, itertools.repeat(found[-1])) for found in held]
+    clock = types.SimpleNamespace(monotonic=itertools.count().__next__, sleep=lambda seconds: None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: True)
+    monkeypatch.setattr("torch.cuda.device_memory_used", lambda gpu: next(looks[gpu]) << 30)
+    monkeypatch.setattr("runtime.open_engine.time", clock)
     with pytest.raises(ConfigError, match="70 GiB of GPU 1") if refused else contextlib.nullcontext():
         require_servers(RolloutConfig(server_gpus=gpus, server_args=flags), ranks=2 if flags else 0)
 
@@ -544,11 +531,11 @@ def test_a_server_that_hangs_is_left_out_at_once_and_its_owner_kills_it(serve, r
     visitor.close()
 
 
-@pytest.mark.parametrize("fault, told", [("swap", "no such folder"), ("die_after=0", "exit code 1")])
+@pytest.mark.parametrize("fault, told", [("swap", "no such folder"), ("", "exit code -9")])
 def test_a_server_that_does_not_take_the_weights_is_left_out(serve, prompts, tmp_path, caplog, fault, told):
     client = serve(fault, "")
-    if fault != "swap":
-        client.generate(**request(prompts[0]))
+    if not fault:
+        end(client.servers[0])
     client.update_weights(tmp_path, 1)
     assert [server.gpus for server in client.servers] == ["1"] and told in caplog.text
     assert client.generate(**request(prompts[0])).version == 1

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from scripted import MemoryVideos, Scripted, by_chance, is_subagent, load_episodes
 from scripts import metrics, rl_config, wait_for
-from short_runs import pay_by_chance, train, try_out
+from short_runs import pay_by_chance, train
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import rl
@@ -137,6 +138,7 @@ def test_a_run_does_not_go_on_from_a_checkpoint_that_was_made_anew(scripted, toy
     weights = load_file(start / "model.safetensors")
     save_file({name: w + 0.01 for name, w in weights.items()}, start / "model.safetensors", {"format": "pt"})
     cfg = config.load(RLConfig, tmp_path / "c.yaml", ["steps=2", "plan.gpus=1"])
+    try_out = partial(rl.main, dry=True)
     for go_on in (rl.main, try_out):
         with pytest.raises(config.ConfigError, match="start' has changed since .*/c started from it: restore it"):
             go_on(cfg)
@@ -203,18 +205,14 @@ def test_k_reaches_the_sampler_as_frames_and_pads_of_every_prompt(draw):
 
 
 def test_k_and_seeds_hang_on_the_task_and_its_draw_and_on_nothing_else(draw):
-    """24 tasks: steps 0 to 11 are epoch 0 of 2 tasks a step."""
-    wide = {"gating": list(range(1, 30)), "batch_tasks": 24, "grpo": {"group_size": 2}}
-    groups, _ = draw(0, **wide)
-    again, _ = draw(0, **wide)
-    ks = {group.task.id: group.k for group in groups}
-    assert seeds_of(again) == seeds_of(groups) and len(set(seeds_of(groups))) == 48
-    assert {group.task.id: group.k for group in again} == ks
-    for change in ({"seed": 1}, {}):  # another seed; the next epoch
-        others, _ = draw(0 if change else 1, **wide, **change)
-        moved = {group.task.id: group.k for group in others}
+    wide = {"gating": list(range(1, 30)), "batch_tasks": 24, "grpo": {"group_size": 2}}  # an epoch a step
+    drawn = [draw(step, seed=seed, **wide)[0] for step, seed in ((0, 0), (0, 0), (0, 1), (1, 0))]
+    ks, *other_ks = [{group.task.id: group.k for group in groups} for groups in drawn]
+    seeds, *other_seeds = [{*seeds_of(groups)} for groups in drawn]
+    assert (other_ks.pop(0), other_seeds.pop(0)) == (ks, seeds) and len(seeds) == 48
+    for others, moved in zip(other_seeds, other_ks):
         assert moved.keys() == ks.keys() and sum(moved[name] != ks[name] for name in ks) > 15
-        assert not set(seeds_of(others)) & set(seeds_of(groups))
+        assert not others & seeds
 
 
 def test_a_batch_that_is_sampled_ahead_is_that_of_its_step(draw):
