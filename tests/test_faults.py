@@ -24,6 +24,8 @@ from scripts import REPO, Forked, alive, children, figures, finish, metrics, rl_
 from short_runs import train_by_chance, train_scripted, use_stand_ins
 
 import rl
+import rollout
+from episode import Call
 from runtime import config
 from runtime.checkpoints import saved_step
 from runtime.lines import read_lines
@@ -56,6 +58,13 @@ def evaluate_beside_a_server(cfg: Path) -> None:
 
 def train_with_a_bug(cfg: Path) -> None:
     rl.keep_episodes = lambda *_: 1 / 0
+    train_by_chance(cfg)
+
+
+def train_with_a_tool_that_hangs(cfg: Path) -> None:
+    """Run rl.py with a model that calls a tool in every turn. The tool never returns."""
+    rollout.parse_calls = lambda text, turn: [Call(turn, "crop_video", {})]
+    rollout.run_tool = lambda *_: time.sleep(1e6)
     train_by_chance(cfg)
 
 
@@ -239,6 +248,7 @@ SLOW = [
     Fault("rl", A_STEP, press_ctrl_c),
     Fault("rl", A_SAVE, press_ctrl_c),
     Fault("rl", A_STEP, press_ctrl_c_as_helpers_hang),
+    Fault("rl", SAMPLING, press_ctrl_c_as_helpers_hang, first=fork(train_with_a_tool_that_hangs)),
     Fault("rl", SAMPLING, nothing, 1, A_BUG, fork(train_with_a_bug)),
     Fault("rl on two ranks", A_STEP, kill_rank(0), 1, ANY),
     Fault("rl on two ranks", A_STEP, kill_rank(1), 1, ANY),
