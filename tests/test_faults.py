@@ -8,7 +8,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -76,16 +75,6 @@ def fork(work: Callable[[Path], None], ranks: int = 1) -> Callable[[Path], Forke
 def torchrun(cfg: Path) -> subprocess.Popen:
     """Start a real torchrun, which restarts its ranks once."""
     return start(str(REPO / "tests" / "short_runs.py"), cfg, ranks=2, anew=True, restarts=1)
-
-
-def sft_with_a_broken_state(cfg: Path) -> Forked:
-    process, state = start("sft.py", cfg), cfg.with_suffix("") / "state"
-    wait_for((state / "step-00000002").exists, process)
-    process.kill()
-    process.join()
-    newest = max(state.glob("step-????????")) / "__0_0.distcp"
-    newest.write_bytes(newest.read_bytes()[:-100])
-    return start("sft.py", cfg)
 
 
 JOBS = {  # a command: how its config is written, and how it starts
@@ -170,7 +159,7 @@ def test_two_processes_have_the_metrics_of_one(toy_dir, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ disturbances
-# disturb(process, run) -> a function that repairs the damage before the same command is run again, or None
+# disturb(process, run)
 
 
 def nothing(process, run: Path) -> None:
@@ -220,25 +209,11 @@ def send_to_servers(number: int, count: int) -> Callable:
     return send
 
 
-def fill_disk(process, run: Path) -> Callable:
-    film = run.parent / "film.mkv"
-    with open(film, "wb") as file, pytest.raises(OSError):
+def fill_disk(process, run: Path) -> None:
+    with open(run.parent / "film.mkv", "wb") as file, pytest.raises(OSError):
         while True:
             file.write(bytes(1 << 16))
             file.flush()
-    return film.unlink
-
-
-def close_folder(process, run: Path) -> Callable:
-    """Put a file in place of RUN/episodes, where no episode can be written."""
-    episodes = run / "episodes"
-    episodes.rename(run / "away")
-    episodes.touch()
-    return lambda: (episodes.unlink(), (run / "away").rename(episodes))
-
-
-def delete_newest_state(process, run: Path) -> Callable:
-    return lambda: shutil.rmtree(max((run / "state").glob("step-????????")))
 
 
 # ------------------------------------------------------------------------------------------------ the matrix
@@ -260,7 +235,6 @@ KILLED = -signal.SIGKILL
 ANY = ""  # a killed process has no last word, and after a full disk torch may have it
 GOES_ON = "^done: "
 NO_SERVER = "^error: no server is left"
-DAMAGED = r"^error: .*-\d+ cannot be read .* resume from step-\d+$"
 A_BUG = "^ZeroDivisionError: division by zero$"
 
 FAST = [
@@ -276,7 +250,6 @@ SLOW = [
     Fault("rl", A_STEP, press_ctrl_c_as_helpers_hang),
     Fault("rl", SAMPLING, press_ctrl_c_as_helpers_hang, first=fork(train_with_a_tool_that_hangs)),
     Fault("rl", SAMPLING, nothing, 1, A_BUG, fork(train_with_a_bug)),
-    Fault("rl", A_STEP, close_folder, 1, "^error: .*/run/episodes"),
     Fault("rl on two ranks", A_STEP, kill_rank(0), 1, ANY),
     Fault("rl on two ranks", A_STEP, kill_rank(1), 1, ANY),
     Fault("rl on two ranks", A_STEP, kill_rank(0), 0, GOES_ON, torchrun),
@@ -288,7 +261,6 @@ SLOW = [
     Fault("sft", A_SAVE, kill, KILLED, ANY),
     Fault("sft", A_STEP, press_ctrl_c),
     Fault("sft", A_STEP, press_ctrl_c_as_helpers_hang),
-    Fault("sft", "", delete_newest_state, 1, DAMAGED, sft_with_a_broken_state),
     Fault("sft on two ranks", A_STEP, fill_disk, 1, ANY),
     Fault("eval", AN_ITEM, kill, KILLED, ANY),
     Fault("eval", AN_ITEM, press_ctrl_c),
@@ -323,12 +295,12 @@ def test_a_fault_ends_a_run_as_it_should_and_the_same_command_ends_with_the_same
 
     # Disturb the run at a random time after its moment.
     process = (fault.first or begin)(cfg)
-    wait_for(lambda: any(run.glob(fault.moment or "*")), process)
+    wait_for(lambda: any(run.glob(fault.moment)), process)
     if fault.moment in (A_STEP, AN_ITEM):
         time.sleep(0.2 * random.random())
     assert process.poll() is None, "the run ended before its moment"
     helpers = [child for pid in (process.pid, *children(process.pid)) for child in children(pid)]
-    repair = fault.disturb(process, run)
+    fault.disturb(process, run)
 
     # It ends soon, and leaves nothing behind. After kill -9, its weights stay in memory until it resumes.
     told = finish(process, fault.status, seconds=60 if fault.status else 300)
@@ -341,8 +313,7 @@ def test_a_fault_ends_a_run_as_it_should_and_the_same_command_ends_with_the_same
 
     # The same command goes on from the newest state.
     if fault.status:
-        if repair:
-            repair()
+        (tmp_path / "film.mkv").unlink(missing_ok=True)
         done = saved_step(run / "state")
         told = finish(begin(cfg))
         if not fault.job.startswith("eval"):

@@ -1,18 +1,16 @@
 """Tiny random models of both families, without a tokenizer (`write`) or with one (`build`); random bundles and requests; and two
 oracles: plain transformers for log-probs, and a reference implementation of the GPU's attention kernels."""
 
-import contextlib
 import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, PreTrainedModel
 
 from episode import NO_PROMPT, Prompt, Trajectory
@@ -240,14 +238,6 @@ def plain_logprobs(model, never_sampled, ids: list[int], clips: list[Clip], temp
 
 def gradients(model) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-@contextlib.contextmanager
-def rates_of_updates() -> Iterator[list[float]]:
-    """Collect the learning rate of each optimizer step inside the block."""
-    rates = []
-    with register_optimizer_step_post_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"])):
-        yield rates
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
