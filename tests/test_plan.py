@@ -54,6 +54,11 @@ def test_the_memory_of_node_md_is_the_plans(row):
         assert re.findall(r"[\d.]+", "|".join(cells[:4])) == numbers
 
 
+def test_every_config_of_a_real_model_fits_its_gpus():
+    for path in (REPO / "configs").glob("*_[278]b*.yaml"):
+        assert all(20 < plan.total_gib < 80 for plan in plans_of(load(path.stem))), path
+
+
 def test_the_sizes_that_need_no_download_are_those_from_which_trainings_start():
     needed = {"mwxely/ParaVT-8B-SFT"}  # in docs/node.md
     for path in (REPO / "configs").glob("*.yaml"):
