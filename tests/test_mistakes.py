@@ -123,10 +123,11 @@ def test_a_dry_run_shows_memory_then_its_checks_and_ends_at_the_first_fault(desk
     assert not (desk / "run").exists()
 
 
-@pytest.mark.parametrize("command", [f"{SFT} policy.dtype=bf16", EVAL])  # a dry run needs no GPU for bf16
-def test_a_dry_run_tells_which_prompts_are_not_ours(typed, command):
+@pytest.mark.parametrize("command", [f"{SFT} policy.dtype=bf16", EVAL])
+def test_a_dry_run_tells_which_prompts_are_not_ours_and_needs_no_gpu_for_bf16(typed, command):
     status, told = typed(f"{command} run=run prompts=words.yaml --dry-run")
     assert not status and "prompts: not ours: system, before_question\n" in told
+    assert "bf16" not in command or "policy.dtype = 'bf16'" in typed(f"{command} run=bf16")[1]
 
 
 @pytest.fixture
