@@ -34,7 +34,7 @@ from runtime.dataset import DataConfig, DataError, Dataset, RowError, Source, ro
 from runtime.packing import best_fit
 from runtime.policy import PolicyConfig
 from runtime.script import read_all_rows
-from runtime.video import VideoError, Videos
+from runtime.video import VideoError
 from sft import Batches, SFTConfig, check_row, encode_dialogue, target_kinds
 from tools import ClipForSubagent
 
@@ -262,23 +262,20 @@ def test_check_data_counts_what_is_odd_about_usable_rows(checked):
     assert not status and len(lines) == 1
 
 
-def test_a_video_that_cannot_be_shown_fails_its_episodes_and_is_no_bad_row(trap, toy_renderer):
-    info = {"answer": "B", "question_type": "mcq"}
-    names = ("zeros.mp4", "fifo", "good.mp4")
-    rows = [{"prompt": [SAID | {"role": "user"}], "videos": [name], "extra_info": info} for name in names]
+def test_a_video_that_cannot_be_shown_fails_its_episodes_and_is_no_bad_row(trap, toy_renderer, videos):
+    bad, good = rows = [ROWS["plain_task"] | {"videos": [name]} for name in ("zeros.mp4", "good.mp4")]
     data = DataConfig((Source(write_jsonl(trap / "rl.jsonl", rows)),))
-    cfg = RLConfig(run="run", policy=PolicyConfig(""), data=data, batch_tasks=3, grpo=GRPOConfig(group_size=2))
-    engine = Scripted(toy_renderer, lambda prompt, seed: "B<|im_end|>")
-    with Videos(1) as videos, contextlib.closing(Sampler(cfg, engine, toy_renderer, videos)) as sampler:
+    cfg = RLConfig(run="run", policy=PolicyConfig(""), data=data, batch_tasks=2, grpo=GRPOConfig(group_size=2))
+    engine = Scripted(toy_renderer, lambda prompt, seed: "B" + END)
+    with contextlib.closing(Sampler(cfg, engine, toy_renderer, videos)) as sampler:
         sampler.start(0)
         groups, _ = sampler.get(0)
-        errors = {Path(group.task.videos[0]).name: group.episodes[0].error for group in groups}
-        assert errors["good.mp4"] == "" and {name for name in errors if "VideoError" in errors[name]} == {*names[:2]}
-        assert not sampler.dataset.bad
-        tokens, oddities = check_rl_row(rows[2], "rl.jsonl:2", trap, cfg, toy_renderer, videos)
-        assert tokens > 0 and not oddities
-        with pytest.raises(VideoError):
-            check_rl_row(rows[0], "rl.jsonl:0", trap, cfg, toy_renderer, videos)
+    assert sorted(group.episodes[0].error_kind for group in groups) == ["", "VideoError"]
+    assert not sampler.dataset.bad
+    tokens, oddities = check_rl_row(good, "rl.jsonl:1", trap, cfg, toy_renderer, videos)
+    assert tokens > 0 and not oddities
+    with pytest.raises(VideoError):
+        check_rl_row(bad, "rl.jsonl:0", trap, cfg, toy_renderer, videos)
 
 
 # ------------------------------------------------------------------------------------------------ batches
