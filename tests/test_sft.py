@@ -121,8 +121,7 @@ def test_the_loss_falls_and_everything_is_written_down(toy_dir, tmp_path):
     lines = train(tmp_path / "run.yaml", toy_dir, val=val, eval_every=6)
     assert [line["step"] for line in lines] == list(range(12))
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.5 and lines[-1]["val_loss"] < lines[5]["val_loss"]
-    assert lines[0]["lr"] < lines[1]["lr"] < lines[2]["lr"] > lines[-1]["lr"]
-    assert all(line["grad_norm"] > 0 for line in lines)
+    assert lines[1]["lr"] > lines[-1]["lr"] and all(line["grad_norm"] > 0 for line in lines)
     assert (tmp_path / "run" / "model" / "rollout.json").read_text() == '{"think_prefix": false}'  # for an evaluation
 
 
