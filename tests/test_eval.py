@@ -98,6 +98,9 @@ def test_an_item_leaves_a_line_with_what_was_said_and_seen(
         return seen if "A flash." in prompt else LOOK if "crop_video" in prompt else unseen
 
     model(reply)
+    monkeypatch.setattr(
+        evaluation, "load_split", lambda *split: [replace(i, duration="short") for i in load_split(*split)]
+    )
     monkeypatch.setattr(protocols, "time", SimpleNamespace(perf_counter=lambda: 0.0))  # all items take 0 seconds
     run(write(prompting={"protocol": "agent"}, arms=["parallel", "none"]), "rollout.concurrency=1")
     record, *_ = read_results(results_file(tmp_path, "parallel")).records

@@ -4,10 +4,12 @@ The same command then ends with the bits of the undisturbed run.
     python -m pytest tests/test_faults.py -m "slow or not slow"        # some minutes of two cores
 """
 
+import contextlib
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -130,6 +132,12 @@ def test_a_run_writes_its_metrics_and_episodes_and_moves_the_weights_that_are_no
     before, after = (load_file(folder / "model" / "model.safetensors") for folder in (toy_dir, run))
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved and not any(".visual." in name for name in moved)
+
+
+@pytest.mark.slow
+def test_the_engine_of_each_rank_samples_with_the_new_weights(undisturbed):
+    lines = metrics(undisturbed("rl on two ranks"))
+    assert all(line["logprob_gap"] < 1e-4 and line["staleness"] == 0 for line in lines)
 
 
 def test_a_model_of_every_so_many_steps_is_what_a_run_of_these_steps_leaves(undisturbed):
@@ -261,6 +269,7 @@ SLOW = [
     Fault("sft", A_SAVE, kill, KILLED, ANY),
     Fault("sft", A_STEP, press_ctrl_c),
     Fault("sft", A_STEP, press_ctrl_c_as_helpers_hang),
+    Fault("sft", A_STEP, fill_disk, 1, ANY),
     Fault("sft on two ranks", A_STEP, fill_disk, 1, ANY),
     Fault("eval", AN_ITEM, kill, KILLED, ANY),
     Fault("eval", AN_ITEM, press_ctrl_c),
@@ -293,20 +302,29 @@ def test_a_fault_ends_a_run_as_it_should_and_the_same_command_ends_with_the_same
     write, begin = JOBS[fault.job]
     cfg, run = write(tmp_path / "run.yaml", toy_dir), tmp_path / "run"
 
-    # Disturb the run at a random time after its moment.
-    process = (fault.first or begin)(cfg)
-    wait_for(lambda: any(run.glob(fault.moment)), process)
-    if fault.moment in (A_STEP, AN_ITEM):
-        time.sleep(0.2 * random.random())
-    assert process.poll() is None, "the run ended before its moment"
-    helpers = [child for pid in (process.pid, *children(process.pid)) for child in children(pid)]
-    fault.disturb(process, run)
+    # Disturb the run at a random time after its moment. On a busy machine, three steps may be over before that: try again.
+    for _ in range(5):
+        process = (fault.first or begin)(cfg)
+        wait_for(lambda: any(run.glob(fault.moment)), process)
+        if fault.moment in (A_STEP, AN_ITEM):
+            time.sleep(0.2 * random.random())
+        helpers = [child for pid in (process.pid, *children(process.pid)) for child in children(pid)]
+        with contextlib.suppress(ProcessLookupError):
+            fault.disturb(process, run)
+        told, _ = process.communicate(60 if fault.status else 300)
+        if process.returncode or not fault.status:
+            break
+        shutil.rmtree(run)
 
     # It ends soon, and leaves nothing behind. After kill -9, its weights stay in memory until it resumes.
-    told = finish(process, fault.status, seconds=60 if fault.status else 300)
+    assert process.returncode == fault.status, told
     assert re.search(fault.last_line, told.splitlines()[-1]), told
     if fault.last_line.startswith(("^interrupted", "^error")):
         assert "Traceback" not in told
+    if fault.last_line == A_BUG:
+        assert "Traceback" in told
+    if fault.job == "rl on two ranks" and fault.last_line == GOES_ON:
+        assert "resumes after step" in told  # and does not begin anew, which would give the same bits
     wait_for(lambda: not any(map(alive, helpers)), seconds=20)
     if fault.last_line:
         assert not (run / "snapshot").exists() and not run_memory(run).exists()

@@ -224,22 +224,30 @@ def held_out(toy_dir: Path) -> dict:
 
 
 def test_with_staleness_1_a_step_is_trained_written_and_saved_while_the_next_batch_is_sampled(
-    disturbed, scripted, toy_dir, tmp_path
+    disturbed, scripted, toy_dir, tmp_path, monkeypatch
 ):
     """Weights v sample batch v + 1. It goes on until weights v + 1 are written and step v is saved. No weight changes meanwhile:
-    the engine asserts it. An evaluation has the engine to itself. There are at most two snapshots."""
-    run, snapshots = tmp_path / "c", []
+    the engine asserts it, and the ranks, which may share servers, wait for each other before the update and before the weights
+    change. An evaluation has the engine to itself. There are at most two snapshots."""
+    run, snapshots, barriers, waits = tmp_path / "c", [], [], []
 
     def wait_for_the_trainer(version: int) -> None:
         if version:
             wait_for((run_memory(run) / f"weights-{version + 1}").exists)
             wait_for((run / "state" / f"step-{version:08d}").exists)
 
-    disturbed(wait_for_the_trainer, lambda folder: snapshots.append(sorted(os.listdir(folder.parent))))
+    def load(folder: Path) -> None:
+        snapshots.append(sorted(os.listdir(folder.parent)))
+        waits.append(len(barriers))
+
+    disturbed(wait_for_the_trainer, load)
+    monkeypatch.setattr(rl, "barrier", lambda: barriers.append("rl"))
     changes = {"staleness": 1, "save_every": 1, "rollout": {"max_rounds": 1, "subagents": {"temperature": 0.9}}}
     lines = train(tmp_path / "c.yaml", toy_dir, steps=4, **changes, **held_out(toy_dir))
     assert [(line["staleness"], line["failed_rate"]) for line in lines] == [(0, 0), (1, 0), (1, 0), (1, 0)]
     assert snapshots[:3] == [["weights-1"], ["weights-1", "weights-2"], ["weights-2", "weights-3"]]
+    assert waits == [2, 4, 6, 8]
+    assert lines[1]["sampling_seconds"] > lines[1]["rollout_seconds"]  # it began a step earlier
     greedy = [request.temperature == 0 for request in scripted[0].asked]
     kinds = [kind for kind, _ in itertools.groupby(greedy)]
     assert kinds == [False, True] * 3  # batches 0 and 1, a batch, the last one; two evaluations at the end

@@ -1,5 +1,6 @@
 """A run's folder, its metrics, how a script ends, and ranks. (test_faults.py: whole runs that are killed.)"""
 
+import atexit
 import os
 import re
 import signal
@@ -81,6 +82,7 @@ def write_into_a_file(cfg) -> None:
 
 def leave_a_thread(cfg) -> None:
     """Past bug: Python joins all threads at its exit, so a finished run whose tool hung held its GPUs."""
+    atexit.register(print, "closed")  # as wandb does
     ThreadPoolExecutor(1).submit(time.sleep, 1e6)
 
 
@@ -105,7 +107,7 @@ def clean_up_slowly(cfg) -> None:
 INTERRUPTED = "interrupted. The same command resumes from what was saved in runs/x\n"
 ENDS = [
     (write_into_a_file, 1, "error: [Errno 20] Not a directory: '/dev/null/x'\n"),
-    (leave_a_thread, 0, ""),
+    (leave_a_thread, 0, "closed\n"),
     (lose_an_interrupt, 1, INTERRUPTED),
     (clean_up_slowly, 1, "cleaned up\n" + INTERRUPTED),
 ]
