@@ -327,8 +327,8 @@ ODD = [{"meta_info": {}}, {"prompt_token_ids": None}, *({"meta_info": META | cha
 
 @pytest.mark.parametrize("fault", ["busy", "abort", pytest.param(f"reply={json.dumps(ODD)}", id="odd")])
 def test_a_lost_request_goes_to_another_server_and_is_never_a_result(serve, prompts, tmp_path, fault):
-    """It was refused, aborted, or answered by other weights or otherwise than we understand (past bug: some
-    such replies ended the training with a traceback). All samples are those of a healthy server."""
+    """It was refused, aborted, or answered by other weights or in another form (past bug: some such replies ended the training with
+    a traceback). All samples are those of a healthy server."""
     rows = [request(prompts[i % 4], seed=i) for i in range(40)]
     samples = []
     for client in (serve(fault, ""), serve()):

@@ -167,7 +167,7 @@ def test_two_processes_have_the_metrics_of_one(toy_dir, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ disturbances
-# disturb(process, run)
+# disturb(process, the run's folder)
 
 
 def nothing(process, run: Path) -> None:
