@@ -3,7 +3,9 @@
 import base64
 import io
 import json
+import os
 import re
+import signal
 import time
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from endpoint import Endpoint
 from evaluations import write_eval_config
 from PIL import Image
 from scripted import MemoryVideos
+from scripts import start, wait_for
 
 import eval as evaluation
 from episode import Task
@@ -178,6 +181,20 @@ def theirs(toy_dir, tmp_path):
         return config.load(EvalConfig, path, overrides)
 
     return make
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_an_evaluation_of_an_api_that_hangs(endpoint, theirs, tmp_path):
+    """Past bug: at its exit, Python waited for all threads, and each waited for the API. It ended after 75 s."""
+    there = endpoint("yes")
+    there.seconds = 1.0
+    theirs(there)
+    process = start("eval.py", tmp_path / "c.yaml")
+    wait_for(lambda: there.bodies, process)
+    there.seconds = 1e6  # for all requests after the first small one
+    wait_for(lambda: len(there.bodies) > 1, process)
+    os.kill(process.pid, signal.SIGINT)
+    assert "interrupted" in process.communicate(timeout=10)[0]
 
 
 def test_an_evaluation_heeds_the_bound_and_writes_the_key_nowhere(

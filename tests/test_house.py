@@ -3,6 +3,7 @@ room keeps the room's rule."""
 
 import ast
 import graphlib
+import re
 
 from scripts import REPO, imports_of
 
@@ -56,6 +57,14 @@ def test_tools_rollout_and_rewards_know_no_ranks_and_rewards_reach_no_http_clien
         reached.add(module)
         left |= IMPORTS[module] - reached
         assert "import requests" not in (REPO / f"{module.replace('.', '/')}.py").read_text(), module
+
+
+def test_few_types_are_ignored_and_each_says_why():
+    lines = [line for path in FILES for line in path.read_text(encoding="utf-8").splitlines()]
+    ignored = [line for line in lines if "# type: ignore" in line]
+    assert len(ignored) <= 10
+    for line in ignored:
+        assert re.search(r"# type: ignore\[[a-z, -]+\]  # \w", line), line
 
 
 def test_a_function_says_which_config_it_takes():
