@@ -3,7 +3,6 @@
 import fcntl
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -41,23 +40,18 @@ def pytest_collection_modifyitems(items) -> None:
     items.sort(key=lambda item: item.path.stem not in ("test_engine", "test_eval", "test_faults", "test_rl"))
 
 
-def build_once(tmp_path_factory, name: str, build: Callable[[Path], object]) -> Path:
-    """Return a folder that one worker of the session builds and all workers read."""
+@pytest.fixture(scope="session")
+def toy_dir(tmp_path_factory) -> Path:
+    """The toy, which one worker of the session builds and all workers read."""
     root = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         root = root.parent  # each worker's folder is inside the session's folder
-    folder, built = root / name, root / f"{name}.built"
-    with open(root / f"{name}.lock", "w") as lock:
+    with open(root / "toy.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not built.exists():
-            build(folder)
-            built.touch()
-    return folder
-
-
-@pytest.fixture(scope="session")
-def toy_dir(tmp_path_factory) -> Path:
-    return build_once(tmp_path_factory, "toy", lambda folder: toy.build_toy(folder, seed=0, sizes=SMALL))
+        if not (root / "toy.built").exists():
+            toy.build_toy(root / "toy", seed=0, sizes=SMALL)
+            (root / "toy.built").touch()
+    return root / "toy"
 
 
 @pytest.fixture(scope="session")

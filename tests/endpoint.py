@@ -12,12 +12,6 @@ from pydantic import TypeAdapter
 REQUEST = TypeAdapter(CompletionCreateParamsNonStreaming)
 
 
-def hold_to_the_types(body: dict) -> None:
-    for message in REQUEST.validate_python(body)["messages"]:
-        list(message["content"])  # checked as it is read
-    assert set(body) <= set(CompletionCreateParamsNonStreaming.__annotations__)
-
-
 class Endpoint(ThreadingHTTPServer):
     """Says its replies one after another, the last one for ever: texts, or (status, headers, body); bytes are sent raw."""
 
@@ -45,7 +39,9 @@ class _Handler(BaseHTTPRequestHandler):
             reply = there.replies.pop(0) if len(there.replies) > 1 else there.replies[0]
         try:
             assert self.path.endswith("/v1/chat/completions")
-            hold_to_the_types(body)
+            assert set(body) <= set(CompletionCreateParamsNonStreaming.__annotations__)
+            for message in REQUEST.validate_python(body)["messages"]:
+                list(message["content"])  # checked as it is read
         except (AssertionError, ValueError) as error:
             there.wrong.append(f"{body}: {error}")
         time.sleep(there.seconds)

@@ -2,10 +2,10 @@
 
     python fake_sglang.py PORT IMAGE_PAD CELL STOP [FAULT]
 
-Its tokens depend on the prompt, the seed and the weights' version. FAULT: die_after=N answers, busy (503 at times), abort,
-drift (one image token too few), swap (refuses the first weights), slow_start=SECONDS, warms_up=SECONDS (samples, but is
-not healthy, and dies if it gets weights), slow=SECONDS for every request, crash=N (at once, after N lines of log), meta=JSON
-(replaces fields of each answer's meta_info). GET /model_info reports what the server has seen.
+Its tokens depend on the prompt, the seed and the weights' version. FAULT: busy (503 at times), abort (every
+second request), drift (one image token too few), swap (refuses the first weights), slow_start=SECONDS, warms_up=SECONDS (samples,
+but is not healthy, and dies if it gets weights), slow=SECONDS for every request, crash=N (at once, after N lines of log), reply=JSON
+(a list of changes: each answer has one of them). GET /model_info reports what the server has seen.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ port, image_pad, cell, stop = map(int, sys.argv[1:5])
 fault, _, amount = (sys.argv[5] if len(sys.argv) > 5 else "").partition("=")
 healthy_at = time.monotonic() + (float(amount) if fault == "warms_up" else 0)
 state = {"version": "default", "model_path": "the/checkpoint", "pid": os.getpid()}
-state |= {"prompts": {}, "read": {}, "served": 0, "answered": 0, "loads": 0}
+state |= {"prompts": {}, "read": {}, "served": 0, "loads": 0}
 lock = threading.Lock()
 
 
@@ -37,10 +37,6 @@ def generate(request: dict) -> tuple[int, dict]:
         state["shown"] = request["image_data"]
         shown = str(request["image_data"][:1])
         state["prompts"][shown] = state["prompts"].get(shown, 0) + 1
-    if fault == "die_after" and number > int(amount):
-        while state["answered"] < int(amount):  # answer earlier requests first
-            time.sleep(0.001)
-        os._exit(1)
     if fault == "busy" and number % 3 == 1:
         return 503, {"error": "busy"}
     time.sleep(float(amount) if fault == "slow" else 0.02)
@@ -61,11 +57,12 @@ def generate(request: dict) -> tuple[int, dict]:
     meta = {"finish_reason": finish, "weight_version": state["version"]}
     if request.get("return_logprob"):
         meta["output_token_logprobs"] = [[-1.0, token, None] for token in ids]
-    if fault == "meta":
-        meta |= json.loads(amount)
     reply = {"output_ids": ids, "meta_info": meta}
     if request.get("return_prompt_token_ids"):
         reply["prompt_token_ids"] = prompt
+    if fault == "reply":
+        changes = json.loads(amount)
+        reply |= changes[number % len(changes)]
     return 200, reply
 
 
@@ -103,8 +100,6 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.answer(*{"/generate": generate, "/update_weights_from_disk": load}[self.path](request))
-        with lock:
-            state["answered"] += "image_data" in request
 
     def log_message(self, *_):
         pass

@@ -41,13 +41,3 @@ function tint() {
   }
   return seen;
 }
-
-// By how many pixels each row of 64 frames ends below what is shown of them.
-function overhang() {
-  const frame = {picture: "p", time: 12.5, text: "", style: "prompt", fact: ""};
-  DATA.pictures.p = "data:image/svg+xml,<svg xmlns='http://www.w3.org/2000/svg' width='80' height='44'/>";
-  const [frames] = agent([{name: "prompt", tokens: Array(64).fill(frame)}])[0];
-  document.body.replaceChildren(frames);
-  const bottoms = [...new Set([...frames.children].map(cell => cell.getBoundingClientRect().bottom))];
-  return bottoms.map(bottom => bottom - frames.getBoundingClientRect().bottom);
-}

@@ -39,10 +39,9 @@ class MemoryVideos:
 
     def __init__(self, duration: float = 60.0, fps: float = 2.0, size: tuple[int, int] = (64, 64)):
         self.duration, self.times, self.size = duration, np.arange(int(duration * fps)) / fps, size
-        self.opened, self._cache, self._lock = [], {}, threading.Lock()
+        self._cache, self._lock = {}, threading.Lock()
 
     def info(self, path: str) -> VideoInfo:
-        self.opened.append(path)
         if Path(path).name.startswith("bad"):
             raise VideoError(path, "is not a video")
         return VideoInfo(path, *self.size, self.times, self.duration, NO_TABLE)
@@ -154,14 +153,11 @@ def by_chance(prompt: str, seed: int) -> str:
     return RIGHT_OR_WRONG.format("red" if seed % 2 else "blue")
 
 
-def play(
-    renderer, reply, tasks=(TASK,), group_size=1, latency=0.0, engine=None, videos=None, k=4, step=0, **cfg
-) -> list[Episode]:
+def play(renderer, reply, tasks=(TASK,), group_size=1, engine=None, videos=None, **cfg) -> list[Episode]:
     """Run episodes whose agents say what `reply` returns, and return them. `cfg`: settings of RolloutConfig."""
-    engine = engine or Scripted(renderer, reply, latency)
     settings = RolloutConfig(**{"max_context": 100_000, **cfg})
-    context = AgentContext(engine, renderer, videos or MemoryVideos(), settings)
-    groups = rollout(context, tasks, [k] * len(tasks), group_size, step=step)
+    context = AgentContext(engine or Scripted(renderer, reply), renderer, videos or MemoryVideos(), settings)
+    groups = rollout(context, tasks, [4] * len(tasks), group_size)
     return [episode for group in groups for episode in group.episodes]
 
 

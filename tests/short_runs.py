@@ -21,10 +21,6 @@ def train(path: Path, toy_dir: Path, **changes) -> list[dict]:
     return metrics(path.with_suffix(""))
 
 
-def try_out(cfg: RLConfig) -> None:
-    rl.main(cfg, dry=True)
-
-
 def pay_by_chance(groups, renderer, cfg, judge) -> None:
     """Reward episodes at random: an untrained policy earns nothing, and without rewards no weight would change."""
     assign_rewards(groups, renderer, cfg, judge)

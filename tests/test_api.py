@@ -24,8 +24,7 @@ from eval import EvalConfig
 from evals import rows
 from evals.benchmarks import Item
 from evals.protocols import Prompting, run_protocol
-from evals.results import read_results, read_run
-from evals.tables import rates
+from evals.results import read_run
 from rollout import AgentContext, RolloutConfig
 from runtime import api, config
 from runtime.answers import JudgeError
@@ -178,9 +177,8 @@ def theirs(toy_dir, tmp_path):
 
     def make(there, *overrides) -> EvalConfig:
         model = {"url": there.url, "model": "m", "key": NAME}
-        return config.load(
-            EvalConfig, write_eval_config(tmp_path, toy_dir, api=model, rollout={"concurrency": 3}), overrides
-        )
+        path = write_eval_config(tmp_path, toy_dir, api=model, rollout={"concurrency": 3})
+        return config.load(EvalConfig, path, overrides)
 
     return make
 
@@ -233,32 +231,18 @@ def test_a_wrong_key_model_or_account_is_found_before_the_first_item(endpoint, t
     assert not (tmp_path / "run").exists()
 
 
-def test_refusals_are_counted_apart_and_asked_again(endpoint, theirs, tmp_path, capsys):
-    there = endpoint("yes", says("stop", refusal="No."), "red")
-    assert evaluation.main(theirs(there, "rollout.concurrency=1", "limit=2")) == 0
-    results = read_results(tmp_path / "run" / "toy-K4-direct.jsonl")
-    assert sorted(record["error"] for record in results.records) == ["", "Refusal: No."]
-    shares = rates(results.records)
-    assert (shares["refused_rate"], shares["error_rate"], shares["unparsed_rate"]) == (50, 0, 0)
-    evaluation.main(theirs(there, "limit=2"))
-    results = read_results(tmp_path / "run" / "toy-K4-direct.jsonl")
-    assert len(there.bodies) == 3 + 2 and not rates(results.records)["refused_rate"]
-
-
 # ------------------------------------------------------------------------------------------------ the judge
 
 
 def test_the_judge_says_yes_or_no_and_its_failure_is_no_zero(endpoint):
-    there = endpoint("Yes.", "**no**", "Yes or no?", says("content_filter"), "yes")
+    there = endpoint("Yes.", "**no**", "Yes or no?")
     ask = ApiJudge(Api(there.url, "m", NAME))
     assert [ask("q", "g", a) for a in ("x", "y")] == [1, 0]
     assert there.keys == {f"Bearer {KEY}"}
     assert [body["temperature"] for body in there.bodies] == [0, 0]  # the judge is greedy
     # Past bug: "yes or no?" counted as yes, because of its first word.
-    for problem in ("'Yes or no\\?'", "Refusal: .*content_filter"):
-        with pytest.raises(JudgeError, match=problem):
-            ask("q", "g", "z")
-    assert ask("q", "g", "z") == 1
+    with pytest.raises(JudgeError, match="'Yes or no\\?'"):
+        ask("q", "g", "z")
 
 
 def test_an_answer_that_talks_to_the_judge_stays_a_quoted_answer(endpoint):

@@ -30,29 +30,18 @@ def run(renderer, tmp_path):
     return run_ask
 
 
-def test_the_terminal_has_thoughts_and_for_each_call_its_window_and_its_report_or_error(run, capsys, golden):
+def test_the_terminal_has_thoughts_and_calls_and_the_trace_finds_its_videos_from_any_folder(
+    run, tmp_path, monkeypatch, capsys, golden
+):
+    monkeypatch.chdir("/")
     assert run() == 0
     told = re.sub(r"(\(|, )\d+\.\d s", r"\1N s", capsys.readouterr().out)
-    golden(
-        "ask.txt", re.sub(r"(  .*\n)+", lambda found: "".join(sorted(found[0].splitlines(True))), told)
-    )  # calls: any order
-
-
-def test_the_trace_is_the_episode_and_finds_its_videos_from_any_folder(run, tmp_path, monkeypatch):
-    monkeypatch.chdir("/")
-    run()
+    in_order = lambda lines: "".join(sorted(lines[0].splitlines(True)))  # noqa: E731  # calls come in any order
+    golden("ask.txt", re.sub(r"(  .*\n)+", in_order, told))
     [episode] = load_episodes(tmp_path / "t.json")
     assert [call.window for call in episode.calls] == [(0, 30), (30, 60), None]
     assert len(episode.main.clips[0].times) == 4
     assert episode.task.videos == ("/v.mp4",)
-
-
-def test_a_bug_of_ours_is_not_one_line(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["ask.py", "What?", "--model", "model", "--video", "v.mp4"])
-    monkeypatch.setattr(ask.Videos, "info", lambda *_: None)
-    monkeypatch.setattr(ask, "open_context", lambda *_: int("bug"))
-    with pytest.raises(ValueError, match="bug"):
-        ask.main()
 
 
 def test_the_weights_of_a_model_that_others_serve_are_not_fetched(toy_dir, monkeypatch):
@@ -71,13 +60,6 @@ def test_given_calls_are_the_first_turn_of_any_model(run, tmp_path, windows):
     run(call=json.dumps(calls if len(calls) > 1 else calls[0]))
     [episode] = load_episodes(tmp_path / "t.json")
     assert [call.window for call in episode.calls if call.turn == 0] == windows
-
-
-def test_a_video_is_opened_before_the_weights_are_loaded(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["ask.py", "What?", "--model", "model", "--video", "gone.mp4"])
-    monkeypatch.setattr(ask, "open_context", lambda *_: int("loads the weights"))
-    with pytest.raises(SystemExit, match="gone.mp4: cannot be opened"):
-        ask.main()
 
 
 def test_a_k_without_frames_is_refused(monkeypatch, capsys):

@@ -23,7 +23,6 @@ from runtime.checkpoints import (
     export,
     load_policy,
     load_state,
-    refuse_quantized,
     save_state,
     saved_step,
     weight_files,
@@ -41,7 +40,6 @@ from runtime.weights import run_memory, snapshot_folders
 torch.set_num_threads(1)
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 CONTRACT = VisualContract(frame_pixels=64 * 64)
-OPTIM = OptimConfig(lr=1e-2)
 
 
 @pytest.fixture(scope="module")
@@ -54,47 +52,12 @@ def path(tmp_path_factory):
     return path
 
 
-def fresh(path, freeze=()):
-    policy = load_policy(PolicyConfig(str(path), freeze=freeze), tiny.NEVER_SAMPLED)
-    return policy, make_optimizer(policy, OPTIM)
-
-
-def train(policy, optimizer, steps) -> None:
-    for step in steps:
-        bundles, _ = tiny.random_bundles(step)
-        loss = -policy(bundles).logprobs.sum()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-
-
-def everything(policy, optimizer) -> dict[str, torch.Tensor]:
-    tensors = dict(policy.named_parameters())
-    for name, p in list(tensors.items()):
-        tensors |= {f"{name}.{k}": moment for k, moment in optimizer.state.get(p, {}).items()}
-    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+def fresh(path):
+    policy = load_policy(PolicyConfig(str(path), freeze=()), tiny.NEVER_SAMPLED)
+    return policy, make_optimizer(policy, OptimConfig(lr=1e-2))
 
 
 # ------------------------------------------------------------------------------------------------ training state
-
-
-def test_a_resumed_run_is_one_that_never_saved_bit_for_bit(path, tmp_path):
-    policy, optimizer = fresh(path, freeze=("vision",))
-    train(policy, optimizer, range(4))
-
-    saved, its_optimizer = fresh(path, freeze=("vision",))
-    assert load_state(tmp_path / "nothing", saved, its_optimizer) == 0
-    save_state(tmp_path, saved, its_optimizer, 0)  # before the first step, when AdamW has no moments yet
-    train(saved, its_optimizer, range(2))
-    save_state(tmp_path, saved, its_optimizer, 2)
-
-    resumed, its_optimizer = fresh(path, freeze=("vision",))
-    step = load_state(tmp_path, resumed, its_optimizer)
-    assert step == 2
-    train(resumed, its_optimizer, range(step, 4))
-    expected, restored = everything(policy, optimizer), everything(resumed, its_optimizer)
-    assert restored.keys() == expected.keys() and len(optimizer.state) > 1
-    assert all(torch.equal(restored[name], expected[name]) for name in expected)
 
 
 def small() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -130,25 +93,8 @@ def test_a_damaged_newest_state_is_told_beside_the_one_before(tmp_path, name, ha
     for step in (2, 4):
         save_state(tmp_path, model, optimizer, step)
     harm(tmp_path / "step-00000004" / name)
-    told = r"/step-00000004 cannot be read \(.+\); if it is damaged, delete it to resume from step-00000002$"
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match="step-00000004 .* resume from step-00000002$"):
         load_state(tmp_path, model, optimizer)
-
-
-def test_a_state_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
-    """A file that is renamed before it is synced can be empty after a power cut."""
-    synced, rename, fsync = set(), Path.rename, os.fsync
-    monkeypatch.setattr(os, "fsync", lambda file: synced.add(os.fstat(file).st_ino) or fsync(file))
-
-    def rename_synced(old: Path, new: Path) -> Path:
-        if old.is_dir():
-            files = {file.stat().st_ino for file in old.iterdir()}
-            assert files and files <= synced
-        return rename(old, new)
-
-    monkeypatch.setattr(Path, "rename", rename_synced)
-    save_state(tmp_path, *small(), 1)
-    assert saved_step(tmp_path) == 1
 
 
 def test_weights_that_are_not_finite_are_neither_saved_nor_exported_nor_loaded(path, tmp_path):
@@ -191,14 +137,15 @@ def test_others_may_read_exported_weights_as_they_may_read_the_rest(path, tmp_pa
 def test_an_export_is_an_ordinary_checkpoint_with_the_trained_weights(tmp_path, tied):
     source = tiny.write(tmp_path / "source", tied)
     policy, optimizer = fresh(source)
-    train(policy, optimizer, range(2))
+    bundles, _ = tiny.random_bundles(4)
+    policy(bundles).logprobs.sum().backward()
+    optimizer.step()
     export(policy, tmp_path / "out", CONTRACT)
     assert [file.name for file in (tmp_path / "out").glob("*.safetensors")] == ["model.safetensors"]
     assert ("lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")) is not tied
     model = tiny.plain(tmp_path / "out")
     assert (model.lm_head.weight is model.model.language_model.embed_tokens.weight) is tied
     assert all(torch.equal(p, dict(model.named_parameters())[n]) for n, p in policy.model.named_parameters())
-    bundles, _ = tiny.random_bundles(4)
     with torch.no_grad():
         again = load_policy(PolicyConfig(str(tmp_path / "out")), tiny.NEVER_SAMPLED)
         assert torch.equal(again(bundles).logprobs, policy(bundles).logprobs)
@@ -232,32 +179,29 @@ def test_an_export_carries_the_sources_files_its_contract_and_its_dtype_but_no_o
     assert not list(tmp_path.glob("out.*"))
 
 
-def test_qwen25_vls_weights_have_their_published_names_in_files_and_both_names_are_read(tmp_path):
-    """SGLang skips a weight whose name it does not know, without a word."""
-    source = tiny.write(tmp_path / "source", tied=False, model_type="qwen2_5_vl")
-    stored = load_file(source / "model.safetensors")  # transformers itself writes published names
+def test_a_published_qwen25_vl_is_exported_under_its_published_names_and_says_the_same(tmp_path):
+    """SGLang skips a weight whose name it does not know, without a word. Both names are read."""
+    stock = tiny.build(tmp_path / "stock", 0, "qwen2_5_vl", tie_word_embeddings=False)
+    published, renderer, model = (
+        tiny.as_published(stock, tmp_path / "published"),
+        tiny.renderer(stock),
+        tiny.plain(stock),
+    )
+    stored = load_file(published / "model.safetensors")  # transformers itself writes published names
     assert {name.split(".")[0] for name in stored} == {"model", "visual", "lm_head"}
-    policy = load_policy(PolicyConfig(str(source)), tiny.NEVER_SAMPLED)
+    policy = load_policy(PolicyConfig(str(published)), renderer.never_sampled)
     export(policy, tmp_path / "out", tiny.CONTRACT_14)
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == stored.keys()
     assert all(torch.equal(written[name], stored[name]) for name in stored)
-    state = {name: weight.detach().contiguous() for name, weight in policy.model.named_parameters()}
-    save_file(state, source / "model.safetensors", {"format": "pt"})  # under the names of transformers' model
-    again = load_policy(PolicyConfig(str(source)), train=False).model
-    assert all(torch.equal(weight, state[name]) for name, weight in again.named_parameters())
-
-
-@pytest.mark.parametrize("checkpoint", ["qwen2_5_vl"], indirect=True)
-def test_an_export_of_a_published_checkpoint_says_the_same_in_plain_transformers(checkpoint, model, renderer, tmp_path):
-    policy = load_policy(
-        PolicyConfig(str(tiny.as_published(checkpoint, tmp_path / "published"))), renderer.never_sampled
-    )
-    export(policy, tmp_path / "out", tiny.CONTRACT_14)
     assert tiny.renderer(tmp_path / "out").contract == tiny.CONTRACT_14
     exported, prompt = tiny.plain(tmp_path / "out"), tiny.prompts_of(renderer)[3]
     ours, theirs = (tiny.plain_logprobs(m, renderer.never_sampled, prompt.ids, prompt.clips) for m in (exported, model))
     assert torch.equal(ours, theirs)
+    state = {name: weight.detach().contiguous() for name, weight in policy.model.named_parameters()}
+    save_file(state, published / "model.safetensors", {"format": "pt"})  # under the names of transformers' model
+    again = load_policy(PolicyConfig(str(published)), train=False).model
+    assert all(torch.equal(weight, state[name]) for name, weight in again.named_parameters())
 
 
 SURPLUS = ("consolidated.safetensors", "model-00001-of-00099.safetensors", "adapter_model.safetensors")
@@ -282,30 +226,25 @@ def test_only_model_safetensors_or_what_its_index_names_is_read(path, tmp_path, 
     assert all(torch.equal(read[name], weight) for name, weight in expected.items())
 
 
-@pytest.mark.parametrize("dtype, name", [(torch.int8, "I8"), (torch.uint8, "U8"), (torch.float8_e4m3fn, "F8_E4M3")])
-def test_weights_in_8_bits_are_refused(path, tmp_path, dtype, name):
-    """Past bug: they were read without their scales, and a training began at a loss of 3.76 instead of 0.096."""
+def test_weights_in_8_bits_are_refused(path, tmp_path):
+    """Past bug: they were read without their scales. (mistakes.yaml: int8, in the scripts.)"""
     folder = shutil.copytree(path, tmp_path / "own")
     weights = load_file(folder / "model.safetensors")
     norm = "model.language_model.norm.weight"
-    weights[norm] = weights[norm].to(dtype)
+    weights[norm] = weights[norm].to(torch.float8_e4m3fn)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    for load in (lambda: refuse_quantized(folder), lambda: InProcess(folder, None)):
-        with pytest.raises(ConfigError, match=f"own/model.safetensors: {norm} is stored as {name}: weights must be"):
-            load()
+    with pytest.raises(ConfigError, match=f"{norm} is stored as F8_E4M3"):
+        InProcess(folder, None)
 
 
-@pytest.mark.parametrize("part, change, lost", [("text_config", {"num_hidden_layers": 2}, 11), (None, {}, 1)])
-def test_weights_without_a_place_in_the_model_are_told(tmp_path, capsys, part, change, lost):
-    """The config has fewer blocks than the file, or a tied head."""
-    folder = tiny.write(tmp_path / "own", tied=part is not None)
+def test_weights_without_a_place_in_the_model_are_told(tmp_path, capsys):
+    """The config has a tied head, and one block less than the file."""
+    folder = tiny.write(tmp_path / "own", tied=False)
     config = json.loads((folder / "config.json").read_text())
-    config["text_config"] |= change
-    config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
-    (folder / "config.json").write_text(json.dumps(config))
+    config["text_config"] |= {"num_hidden_layers": 2, "tie_word_embeddings": True}
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     load_policy(PolicyConfig(str(folder)), train=False)
-    told = f"  note    {folder} has {lost} weights that its config.json has no place for: "
-    assert capsys.readouterr().out.startswith(told)
+    assert f"{folder} has 12 weights that " in capsys.readouterr().out
 
 
 def test_no_checkpoint_asks_to_run_its_own_code(checkpoint, tmp_path, monkeypatch):

@@ -106,14 +106,6 @@ def test_a_crop_has_its_own_area_and_the_overview_keeps_its(toy_dir, videos):
     assert [clip.pixels.shape[1:3] for clip in clips] == [(64, 64), (32, 32)] * 2
 
 
-@pytest.mark.parametrize(
-    "key, value", [("max_frame_pixels", 50_176), ("patch", 15)]
-)  # patch: its mean and std are unknown
-def test_a_contract_that_contradicts_itself_is_refused(key, value):
-    with pytest.raises(ValueError, match=f"{key} = {value}"):
-        VisualContract(**{key: value})
-
-
 # ------------------------------------------------------------------------------------------------ the contract in checkpoints
 
 

@@ -2,8 +2,10 @@
 
 import collections
 import contextlib
+import itertools
 import json
 import os
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,24 +17,25 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from scripted import Scripted, crop
+from scripted import END, TASK, Scripted, crop, play, turns
 from scripts import REPO
 from sft_rows import check_rows_of_a_rollout
+from tiny import Pieces
 
 from data import parse_task
 from dialogues import parse_dialogue
-from episode import Task
+from episode import NO_PROMPT, Trajectory
 from grpo import GRPOConfig
 from rl import RLConfig, Sampler, draw_k
 from rl import check_row as check_rl_row
-from rollout import AgentContext, RolloutConfig, ask_subagent, overview
+from rollout import AgentContext, RolloutConfig, ask_subagent
 from runtime import config, dataset
 from runtime.dataset import DataConfig, DataError, Dataset, RowError, Source, row_errors
 from runtime.packing import best_fit
 from runtime.policy import PolicyConfig
 from runtime.script import read_all_rows
-from runtime.video import VideoError, Videos
-from sft import Batches, SFTConfig, check_row, encode_dialogue
+from runtime.video import VideoError
+from sft import Batches, SFTConfig, check_row, encode_dialogue, target_kinds
 from tools import ClipForSubagent
 
 SAID = {"role": "assistant", "content": "a"}
@@ -46,29 +49,18 @@ def write_jsonl(path, rows):
 # ------------------------------------------------------------------------------------------------ gating and the overview
 
 
-def test_the_drawn_k_is_the_same_in_every_process():
+def test_k_is_uniform_over_the_choices_and_the_same_in_every_process():
     """The released code seeds K with Python's `hash`, which differs per process."""
-    drawn = [draw_k(f"t{i}", i, [4, 8, 16, 32, 64], 7) for i in range(12)]
-    assert drawn == [64, 32, 64, 64, 8, 8, 16, 4, 32, 64, 16, 8]
-
-
-def test_k_is_uniform_over_the_choices_and_drawn_anew_each_epoch():
     choices = [4, 8, 16, 32, 64]
-    first, second = ([draw_k(f"task-{i}", epoch, choices) for i in range(5000)] for epoch in (0, 1))
-    assert all(abs(first.count(k) - 1000) < 4 * (1000 * 0.8) ** 0.5 for k in choices)
-    assert 0.15 < np.mean(np.equal(first, second)) < 0.25
+    assert [draw_k(f"t{i}", i, choices, 7) for i in range(12)] == [64, 32, 64, 64, 8, 8, 16, 4, 32, 64, 16, 8]
+    drawn = [draw_k(f"task-{i}", 0, choices) for i in range(5000)]
+    assert all(abs(drawn.count(k) - 1000) < 4 * (1000 * 0.8) ** 0.5 for k in choices)
 
 
-def test_the_frames_of_several_videos_share_k_and_carry_their_names(toy_dir, renderer, videos):
-    paths = tuple(str(toy_dir / "videos" / f"train0000{i}.mp4") for i in range(3))
-    task = Task("t", "Which?", paths, "oe", "red")
-    frames = overview(task, 8, videos, renderer.contract)
-    assert [len(f) for f in frames] == [3, 3, 2]
-    messages = renderer.prompts.main_messages(task.question, paths, frames, renderer.contract, with_tools=False)
-    text = renderer.decode(renderer.render(messages).ids)
-    places = [text.index(f"train0000{i}.mp4: <0.0 seconds>") for i in range(3)]
-    assert places == sorted(places)
-    assert [len(f) for f in overview(task, 2, videos, renderer.contract)] == [1, 1, 1]
+def test_the_frames_of_several_videos_carry_their_names(renderer):
+    [episode] = play(renderer, turns("B" + END), [replace(TASK, videos=("/data/a.mp4", "/data/b.mp4"))])
+    text = renderer.decode(episode.main.prompt.ids)
+    assert re.findall(r"\n(\S+): <0.0 seconds>", text) == ["a.mp4", "b.mp4"]
 
 
 # ------------------------------------------------------------------------------------------------ rows
@@ -144,6 +136,27 @@ def encode(toy_renderer, videos, schemas):
 
 def shows(name: str, *text: str, **options) -> dict:
     return {"role": "user", "content": [{"image" if name.endswith(".png") else "video": name, **options}, *text]}
+
+
+@pytest.mark.parametrize("said", ROWS["kinds"])
+def test_a_token_is_of_the_kind_of_the_content_that_it_carries(said):
+    """Past bug: with Qwen's merges every answer letter counted as `structure`, because its token begins with the tag's `>`."""
+    pieces = [*said.split("|"), "<|im_end|>", "<|endoftext|>"]
+    mask = [int(not piece.startswith("#")) for piece in pieces]
+    kinds = target_kinds(Trajectory(NO_PROMPT, [*range(len(pieces))], mask), Pieces(*pieces))
+    assert kinds == [*ROWS["kinds"][said].split(), "structure", "structure"]
+
+
+@pytest.mark.parametrize("agent, said, refused", [
+    ("main", crop(), ""),
+    ("main", crop().replace("crop_video", "search"), r"'search': .*\['crop_video'\]"),
+    ("main", "<tool_code>print(search(query='x'))</tool_code>", "'search'"),
+    ("main", "<tool_call>search</tool_call>", ""),  # --check-data counts it
+    ("direct", crop(), r"'crop_video': .*\[\]"),
+])  # fmt: skip
+def test_a_call_of_a_tool_that_is_not_offered_is_refused(encode, agent, said, refused):
+    with pytest.raises(RowError, match=refused) if refused else contextlib.nullcontext():
+        encode([{"role": "user", "content": "Which?"}, {"role": "assistant", "content": said}], agent=agent)
 
 
 @pytest.mark.parametrize("opening, edges", [("<think>", "  {}\r\n"), ("\n\n<think>\r\n  ", "\n{} ")])
@@ -249,23 +262,20 @@ def test_check_data_counts_what_is_odd_about_usable_rows(checked):
     assert not status and len(lines) == 1
 
 
-def test_a_video_that_cannot_be_shown_fails_its_episodes_and_is_no_bad_row(trap, toy_renderer):
-    info = {"answer": "B", "question_type": "mcq"}
-    names = ("zeros.mp4", "fifo", "good.mp4")
-    rows = [{"prompt": [SAID | {"role": "user"}], "videos": [name], "extra_info": info} for name in names]
+def test_a_video_that_cannot_be_shown_fails_its_episodes_and_is_no_bad_row(trap, toy_renderer, videos):
+    bad, good = rows = [ROWS["plain_task"] | {"videos": [name]} for name in ("zeros.mp4", "good.mp4")]
     data = DataConfig((Source(write_jsonl(trap / "rl.jsonl", rows)),))
-    cfg = RLConfig(run="run", policy=PolicyConfig(""), data=data, batch_tasks=3, grpo=GRPOConfig(group_size=2))
-    engine = Scripted(toy_renderer, lambda prompt, seed: "B<|im_end|>")
-    with Videos(1) as videos, contextlib.closing(Sampler(cfg, engine, toy_renderer, videos)) as sampler:
+    cfg = RLConfig(run="run", policy=PolicyConfig(""), data=data, batch_tasks=2, grpo=GRPOConfig(group_size=2))
+    engine = Scripted(toy_renderer, lambda prompt, seed: "B" + END)
+    with contextlib.closing(Sampler(cfg, engine, toy_renderer, videos)) as sampler:
         sampler.start(0)
         groups, _ = sampler.get(0)
-        errors = {Path(group.task.videos[0]).name: group.episodes[0].error for group in groups}
-        assert errors["good.mp4"] == "" and {name for name in errors if "VideoError" in errors[name]} == {*names[:2]}
-        assert not sampler.dataset.bad
-        tokens, oddities = check_rl_row(rows[2], "rl.jsonl:2", trap, cfg, toy_renderer, videos)
-        assert tokens > 0 and not oddities
-        with pytest.raises(VideoError):
-            check_rl_row(rows[0], "rl.jsonl:0", trap, cfg, toy_renderer, videos)
+    assert sorted(group.episodes[0].error_kind for group in groups) == ["", "VideoError"]
+    assert not sampler.dataset.bad
+    tokens, oddities = check_rl_row(good, "rl.jsonl:1", trap, cfg, toy_renderer, videos)
+    assert tokens > 0 and not oddities
+    with pytest.raises(VideoError):
+        check_rl_row(bad, "rl.jsonl:0", trap, cfg, toy_renderer, videos)
 
 
 # ------------------------------------------------------------------------------------------------ batches
@@ -293,17 +303,17 @@ def mixture(tmp_path):
     return DataConfig(sources=(Source(a, weight=2.0), Source(b, weight=0.5)), seed=3)
 
 
-def test_an_epoch_holds_each_row_as_often_as_its_weight_says(mixture):
-    dataset = Dataset(mixture, number)
-    assert len(dataset) == 70
-    epochs = [collections.Counter(), collections.Counter()]
-    for draw in dataset.batch(0, 140):
-        epochs[draw.epoch][draw.item] += 1
-    for counts in epochs:
-        assert all(counts[i] == 2 for i in range(30))
-        assert sum(counts[100 + i] for i in range(20)) == 10 and max(counts[100 + i] for i in range(20)) == 1
-    halves = [{n for n in counts if n >= 100} for counts in epochs]
-    assert halves[0] != halves[1]  # another random half in every epoch
+def test_an_epoch_holds_each_row_as_often_as_its_weight_says_and_numbers_its_copies_over_all_ranks(mixture):
+    """Past bug: a row that stood twice in a batch was sampled twice with the same seeds."""
+    assert len(Dataset(mixture, number)) == 70
+    epochs = [collections.defaultdict(list), collections.defaultdict(list)]
+    for step, rank in itertools.product(range(2), range(3)):
+        for draw in Dataset(mixture, number).batch(step, 70, rank, 3):
+            epochs[draw.epoch][draw.item].append(draw.copy)
+    for copies in epochs:
+        assert all(sorted(copies[i]) == [0, 1] for i in range(30))
+        assert [numbers for n, numbers in copies.items() if n >= 100] == [[0]] * 10
+    assert epochs[0].keys() != epochs[1].keys()  # another random half in every epoch
 
 
 def test_a_batch_depends_on_the_step_and_not_on_the_ranks_or_the_past(mixture):
@@ -315,16 +325,6 @@ def test_a_batch_depends_on_the_step_and_not_on_the_ranks_or_the_past(mixture):
             shares = [numbers(resumed, step, size=12, rank=rank, world=world) for rank in range(world)]
             assert [shares[i % world][i // world] for i in range(12)] == steps[step]
     assert steps[0] != numbers(Dataset(DataConfig(mixture.sources, seed=4), number), 0, size=12)
-
-
-def test_the_copies_of_a_row_in_a_batch_are_counted_over_all_ranks(mixture):
-    """Past bug: a row that stood twice in a batch was sampled twice with the same seeds."""
-    copies = collections.defaultdict(list)
-    for rank in range(3):
-        for draw in Dataset(mixture, number).batch(0, 70, rank, 3):
-            copies[draw.item].append(draw.copy)
-    assert all(sorted(copies[i]) == [0, 1] for i in range(30))
-    assert [counts for n, counts in copies.items() if n >= 100] == [[0]] * 10
 
 
 def test_the_first_sources_are_read_once_before_the_mixture(mixture, tmp_path):
@@ -373,21 +373,15 @@ def test_a_rank_holds_its_bad_rows_against_the_rows_that_it_has_met(tmp_path):
         numbers(bad, *range(10), size=400, rank=7, world=8)
 
 
-def test_a_bad_row_costs_no_row_of_another_file_of_the_same_name(tmp_path):
+def test_a_row_is_known_by_its_files_name_wherever_it_is_and_files_of_one_name_are_told_apart(tmp_path):
+    """K and all seeds derive from task names."""
     (tmp_path / "more").mkdir()
     paths = numbered(tmp_path / "a.jsonl", 5, bad=(3,)), numbered(tmp_path / "more" / "a.jsonl", 5, first=10)
     dataset = Dataset(DataConfig(tuple(map(Source, paths)), max_bad_fraction=0.5), number)
     seen = collections.Counter(numbers(dataset, *range(3), size=10))
     assert seen[3] == 0 and seen[13] == 3
-
-
-def test_a_row_has_the_same_name_wherever_its_file_is(tmp_path):
-    """K and all seeds derive from task names."""
-    for folder in (tmp_path, tmp_path / "moved"):
-        folder.mkdir(exist_ok=True)
-        source = Source(numbered(folder / "a.jsonl", 3))
-        dataset = Dataset(DataConfig((source,)), lambda row, origin, root: origin)
-        assert sorted(numbers(dataset, 0, size=3)) == ["a.jsonl:0", "a.jsonl:1", "a.jsonl:2"]
+    moved = Dataset(DataConfig((Source(paths[1]),)), lambda row, origin, root: origin)
+    assert sorted(numbers(moved, 0, size=5)) == [f"a.jsonl:{i}" for i in range(5)]
 
 
 @given(st.lists(st.integers(1, 120), max_size=30))

@@ -3,6 +3,7 @@
 import importlib
 import re
 import shlex
+import subprocess
 
 import pytest
 from scripts import GONE, REPO
@@ -18,9 +19,13 @@ README, CONTRIBUTING, *_ = PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md"
 TEXT = {}
 for page in PAGES:
     TEXT[page] = "".join(line for line in page.read_text("utf-8").splitlines(keepends=True) if not GONE.search(line))
+# What node.sh runs, as if a page listed it.
+PIPELINE = subprocess.run(["bash", "node.sh", "--print"], cwd=REPO, capture_output=True, text=True, check=True).stdout
+PAGES.append(REPO / "node.sh")
+TEXT[PAGES[-1]] = f"```sh\n{PIPELINE}```\n"
 SCRIPTS = {path.name: path for room in (".", "runtime", "evals", "study") for path in REPO.glob(f"{room}/*[!_].py")}
 CONFIGS = {"sft.py": "SFTConfig", "rl.py": "RLConfig", "eval.py": "EvalConfig"}
-of_each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+of_each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 
 def module_of(name: str):
@@ -73,7 +78,7 @@ def test_the_commands_of_a_page_are_commands(page):
             overrides = [word for word in words[1:] if "=" in word and not word.startswith("--")]
             load = module_of("rows").load if name == "eval.py" else config.load
             load(getattr(module_of(name.removesuffix(".py")), CONFIGS[name]), REPO / words[0], overrides)
-    assert found >= {"README": 2, "node": 5}.get(page.stem, 0)
+    assert found >= {"README.md": 2, "node.md": 5, "node.sh": 15}.get(page.name, 0)
 
 
 TERMS = re.search(r"^\| term \| where \|\n(.*?)\n\n", TEXT[README], re.M | re.S)[1]
@@ -89,16 +94,6 @@ def test_what_the_tables_of_terms_and_of_the_route_name_is_there(name):
         fields = getattr(found, "__annotations__", {})  # a dataclass's fields without a default
         assert hasattr(found, attribute) or attribute in fields, name
         found = getattr(found, attribute, None)
-
-
-def test_the_readmes_loop_is_that_of_rl_py():
-    """In their order, with `...` for what is left out."""
-    rest = read("rl.py").partition("\ndef train(")[2].splitlines()
-    [loop] = blocks(README, "python")
-    for line in loop.splitlines():
-        if line.strip() != "...":
-            assert f"    {line}" in rest, line
-            rest = rest[rest.index(f"    {line}") + 1 :]
 
 
 def test_the_readmes_figures_are_those_of_the_results():

@@ -10,29 +10,24 @@ from types import SimpleNamespace
 
 import evaluations
 import pytest
-import yaml
 from endpoint import Endpoint
-from evaluations import line, write_eval_config, write_results
+from evaluations import line, write_eval_config
 from scripted import Scripted, crop, is_subagent, load_episodes, turns
 from scripts import REPO
 
 import eval as evaluation
-from episode import Task
 from eval import EvalConfig, as_trained
 from evals import protocols, rows
-from evals.benchmarks import SPLITS, Item, load_split
-from evals.results import read_results, read_run, resume
+from evals.benchmarks import SPLITS, load_split
+from evals.results import read_results, read_run
 from evals.tables import rates
 from rollout import derive_seed
 from runtime import config
 from runtime.engine import EngineError
 from runtime.folder import hold_folder, only_run_in
-from runtime.prompts import Prompts
 from runtime.render import END_OF_TURN
-from study.toy import DURATIONS
 
 CONFIGS = REPO / "configs" / "eval"
-OURS = ("row=paravt_8b", "way=own")
 refused = evaluations.refused  # a fixture
 LOOK = f"I look closer.\n</think>\n{crop(0, 1000)}{END_OF_TURN}"
 RED = f"It is red.\n</think>\n<answer>red</answer>{END_OF_TURN}"
@@ -88,42 +83,29 @@ def outcomes(path: Path) -> dict[str, tuple]:
 
 
 def test_an_item_leaves_a_line_with_what_was_said_and_seen(
-    write, model, toy_dir, tokenizer, tmp_path, monkeypatch, capsys, golden
+    write, model, toy_dir, tmp_path, monkeypatch, capsys, golden
 ):
+    """The golden figures by hand: 2 of the 8 golds are `often`, 1 is `other`. LOOK and `seen` have 31 tokens, the report has 3.
+    Without tools, f is 0.3 + 0.2 for the tags and 0.1 for their balance: "No." is not a thought."""
     golds = Counter(item.task.answer for item in load_split("toy", str(toy_dir)))
-    (often, many), *others = golds.most_common()
-    other, few = others[-1]
+    often, *_, other = sorted(golds, key=golds.get, reverse=True)
     seen = f"A clip shows it.\n</think>\n<answer>{often}</answer>{END_OF_TURN}"
     unseen = f"No.\n</think>\n<answer>{other}</answer>{END_OF_TURN}"
-    report = f"A flash.{END_OF_TURN}"
 
     def reply(prompt, seed):
         if is_subagent(prompt):
-            return report
+            return f"A flash.{END_OF_TURN}"
         return seen if "A flash." in prompt else LOOK if "crop_video" in prompt else unseen
 
     model(reply)
+    monkeypatch.setattr(
+        evaluation, "load_split", lambda *split: [replace(i, duration="short") for i in load_split(*split)]
+    )
     monkeypatch.setattr(protocols, "time", SimpleNamespace(perf_counter=lambda: 0.0))  # all items take 0 seconds
     run(write(prompting={"protocol": "agent"}, arms=["parallel", "none"]), "rollout.concurrency=1")
-    with_tools, without = (read_results(results_file(tmp_path, arm)) for arm in ("parallel", "none"))
-    golden("eval_run.txt", capsys.readouterr().out + "\n" + json.dumps(with_tools.records[0], indent=2) + "\n")
-
-    length = lambda *texts: sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)  # noqa: E731
-    assert len(with_tools.records) == len(without.records) == 8
-    for record in with_tools.records:
-        [call] = record["calls"]
-        assert call["window"][1] in DURATIONS  # clamped to the video
-        assert (record["turns"], record["tokens"]) == (2, length(LOOK, seen))
-        assert record["subagent_tokens"] == length(report)
-        assert record["prediction"] == often
-        assert record["score"] == (record["gold"] == often)
-    for record in without.records:
-        assert (record["turns"], record["tokens"], record["calls"]) == (1, length(unseen), [])
-        assert record["f"] == pytest.approx(0.3 + 0.2 + 0.1)  # the tags and their balance; "No." is not a thought
-    assert with_tools.figures()["accuracy"] == 100 * many / 8
-    assert without.figures()["accuracy"] == 100 * few / 8
-    # The tests of the tables use lines like these.
-    assert {*line("x", 1), "f", "well_formed"} == set(with_tools.records[0])
+    record, *_ = read_results(results_file(tmp_path, "parallel")).records
+    golden("eval_run.txt", capsys.readouterr().out + "\n" + json.dumps(record, indent=2) + "\n")
+    assert {*line("x", 1), "f", "well_formed"} == set(record)  # the tests of the tables use lines like these
 
 
 def test_saved_episodes_are_all_of_the_run_and_the_page_shows_them(write, model, tmp_path):
@@ -139,22 +121,6 @@ def test_saved_episodes_are_all_of_the_run_and_the_page_shows_them(write, model,
     assert [len(episode["calls"]) for episode in page.episodes] == [1, 1]
 
 
-def test_the_agents_prompts_are_the_checkpoints_or_the_runs_and_a_mismatch_is_named(
-    write, model, toy_dir, tmp_path, refused
-):
-    shutil.copytree(toy_dir / "model", tmp_path / "model")
-    Prompts(system_without_tools="Answer in tags.").save(tmp_path / "model")
-    engines = model("Hm.\n</think>\n<answer>red</answer>")
-    cfg = {"prompting": {"protocol": "agent"}, "arms": ["none"], "limit": 1, "checkpoint": str(tmp_path / "model")}
-    run(write(**cfg))
-    assert "Answer in tags." in engines[0].asked[0].prompt
-    (tmp_path / "words.yaml").write_text("system_without_tools: Guess.")
-    own = write(**cfg | {"prompts": str(tmp_path / "words.yaml"), "run": str(tmp_path / "other")})
-    refused(load(own), "prompts.system_without_tools: 'Answer in tags.', now 'Guess.'")
-    run(own, f"checkpoint={toy_dir}/model")
-    assert "Guess." in engines[1].asked[0].prompt
-
-
 def test_results_of_other_settings_or_weights_are_refused_and_the_setting_is_named(
     write, model, toy_dir, tmp_path, refused
 ):
@@ -163,12 +129,8 @@ def test_results_of_other_settings_or_weights_are_refused_and_the_setting_is_nam
     path = write(checkpoint=str(tmp_path / "trained"))
     engines = model("red")
     run(path)
-    for change, named in (
-        ("seed=1", "seed: 0, now 1"),
-        ("rollout.max_new_tokens=12", "rollout.max_new_tokens: 24, now 12"),
-        (f"checkpoint={toy_dir}/model", "checkpoint: .*, now "),
-    ):
-        refused(load(path, change, "frames=[8]"), named)
+    refused(load(path, "rollout.max_new_tokens=12", "frames=[8]"), "rollout.max_new_tokens: 24, now 12")
+    refused(load(path, f"checkpoint={toy_dir}/model", "frames=[8]"), "checkpoint: .*, now ")
     weights = tmp_path / "trained" / "model.safetensors"
     before = weights.read_bytes()
     kept = len(before) * 3 // 4  # past bug: only the first MiB of a file was looked at
@@ -200,21 +162,7 @@ def test_a_run_takes_more_splits_frames_arms_and_items(write, model, toy_dir, tm
     assert {file.total for file in read_run(tmp_path / "run").values()} == {8}
 
 
-def test_what_was_said_is_kept_to_its_last_2000_characters_in_one_line(write, model, tmp_path):
-    """Past bug: an item whose answer could not be read left no trace, and separators of Unicode broke its line."""
-    odd = "red\u2028blue\x85green\x0bend"
-    model("I am sure. " * 300 + odd)
-    sampling = {"temperature": 0, "max_new_tokens": 4000}
-    path = write(prompting={"protocol": "think"}, rollout=sampling, grading={"untagged_answer": "off"})
-    run(path)
-    for record in read_results(results_file(tmp_path, "think")).records:
-        assert (record["answer"], record["prediction"], record["error"]) == (None, None, "")
-        assert len(record["said"]) == 2000
-        assert record["said"].endswith("I am sure. " + odd + END_OF_TURN)
-    run(path)
-
-
-def test_items_of_torn_lines_and_errors_are_asked_again_and_leave_one_line(write, model, toy_dir, tmp_path):
+def test_items_of_torn_lines_errors_and_other_golds_are_asked_again_and_leave_one_line(write, model, toy_dir, tmp_path):
     items = [item.task.id for item in load_split("toy", str(toy_dir))]
     path = write(prompting={"protocol": "agent"})
     file = results_file(tmp_path, "parallel")
@@ -227,45 +175,18 @@ def test_items_of_torn_lines_and_errors_are_asked_again_and_leave_one_line(write
 
     model(broken)
     run(path, "limit=5", "rollout.concurrency=1")  # in sequence, so that the torn line is the fifth item's
-    gone = json.dumps(line("gone", 1)) + "\n"  # an item that the split no longer has
-    file.write_bytes(gone.encode() + file.read_bytes()[:-30])
-    assert len(outcomes(file)) == 5
     assert outcomes(file)[items[0]] == (None, None, 0.0, False, 0, 0, "EngineError: gone")
+    records = [line("gone", 1), *read_results(file).records]  # an item that the split no longer has
+    records[2]["gold"] = "another"  # past bug: a split whose folder had changed under equal ids kept its old answers
+    file.write_text("".join(json.dumps(record) + "\n" for record in records)[:-30])
+    # Past bug: config.yaml had the GPUs of the machine on which the run began, so another machine could not resume it.
+    assert "server_gpus: null" in (tmp_path / "run" / "config.yaml").read_text()
     engines = model(turns(LOOK, RED))
     run(path)
     run(path, "rollout.concurrency=2", "decoders=2", "rollout.urls=[http://127.0.0.1:9]")  # a place is not a setting
     assert len(engines) == 1  # no engine was opened
-    assert asked(engines) == 3 * 5  # two turns and a report of all but three items
+    assert asked(engines) == 3 * 6  # two turns and a report of all but the third and the fourth item
     assert sorted(record["id"] for record in read_results(file).records) == sorted(items)
-
-
-def test_a_run_records_no_gpus_and_resumes_on_a_machine_with_others(write, model, tmp_path):
-    """Past bug: config.yaml had the GPUs of the machine on which the run began."""
-    model("red")
-    run(write(), "limit=2")
-    file = tmp_path / "run" / "config.yaml"
-    recorded = yaml.safe_load(file.read_text())
-    assert recorded["rollout"]["server_gpus"] is None and recorded["rollout"]["concurrency"] is None
-    recorded["rollout"] |= {"server_gpus": [0, 1], "concurrency": 64}  # as an older version wrote it
-    file.write_text(yaml.safe_dump(recorded))
-    run(write())
-    assert len(outcomes(results_file(tmp_path))) == 8
-
-
-@pytest.mark.parametrize(
-    "whole, kept, dropped, left",
-    [
-        (True, ["a"], 3, ["b", "c", "d"]),
-        (False, ["a", "e"], 2, ["b", "c", "d"]),  # e lies beyond the limit
-    ],
-)
-def test_a_file_resumes_with_the_records_whose_items_are_the_same_and_ran(tmp_path, whole, kept, dropped, left):
-    """Past bug: a split whose folder had changed under equal ids kept its old answers."""
-    items = [Item(Task(id, "Which?", (), "mcq", "A")) for id in "abcd"]
-    records = [line("a", 1), line("b", 0, error="EngineError: gone"), line("c", 1, gold="B"), line("e", 1)]
-    records, n_dropped, asked = resume(write_results(tmp_path, "toy", records), items, whole)
-    assert ([record["id"] for record in records], n_dropped, [item.task.id for item in asked]) == (kept, dropped, left)
-    assert resume(tmp_path / "toy-K4-none.jsonl", items, whole) == ([], 0, items)
 
 
 # ------------------------------------------------------------------------------------------------ what fails
@@ -325,14 +246,19 @@ def test_a_judge_that_fails_is_an_error_and_no_verdict(write, model, tmp_path):
     assert {r[1:4] for r in outcomes(results_file(tmp_path)).values()} == {("reddish", 1.0, True)}
 
 
-@pytest.mark.parametrize("mode, prediction", [("off", None), ("prose", "red.")])
-def test_answers_without_a_tag_count_only_where_the_config_says_so(write, model, tmp_path, mode, prediction):
-    model("I see it.\n</think>\nThe answer is red.")
+@pytest.mark.parametrize("mode", ["off", "prose"])
+def test_answers_without_a_tag_count_only_where_the_config_says_so_and_leave_their_last_2000_characters(
+    write, model, tmp_path, mode
+):
+    """Past bug: an item whose answer could not be read left no trace."""
+    said = "I see it. " * 300 + "\n</think>\nThe answer is red."
+    model(said)
     grading = {"open_answer": "exact", "untagged_answer": mode}
-    run(write(prompting={"protocol": "agent"}, arms=["none"], grading=grading))
-    records = read_results(results_file(tmp_path, "none")).records
-    assert {(record["prediction"], record["tagged"]) for record in records} == {(prediction, False)}
-    assert rates(records)["unparsed_rate"] == (0 if prediction else 100)
+    run(write(prompting={"protocol": "think"}, rollout={"max_new_tokens": 4000}, grading=grading))
+    records = read_results(results_file(tmp_path, "think")).records
+    assert {(r["prediction"], r["tagged"]) for r in records} == {("red." if mode == "prose" else None, False)}
+    assert rates(records)["unparsed_rate"] == 100 * (mode == "off")
+    assert {r["said"] for r in records} == {(said + END_OF_TURN)[-2000:]}
 
 
 # ------------------------------------------------------------------------------------------------ configs
@@ -346,15 +272,9 @@ def test_a_model_opens_its_turns_as_it_was_trained_to_unless_the_config_says_oth
     assert as_trained(replace(asked, think_prefix=False), tmp_path).think_prefix is False
 
 
-def test_a_dry_run_counts_the_episodes_and_refuses_other_frames_than_the_checkpoints(toy_dir, capsys, refused):
-    usual = [*OURS, f"checkpoint={toy_dir}/model", f"splits={{toy: {toy_dir}}}", "rollout.server_gpus=[]"]
-    evaluation.main(load(CONFIGS / "rows.yaml", *usual), dry=True)
-    assert "8 items, 16 episodes" in capsys.readouterr().out  # with tools and without
-    refused(load(CONFIGS / "rows.yaml", *usual, "visual={frame_pixels: 4096}"), "4096, the checkpoint 1024")
-
-
-def test_all_missing_splits_are_one_fault_and_a_dry_run_downloads_nothing(write, refused, capsys):
+def test_what_is_missing_or_was_trained_otherwise_is_named_and_a_dry_run_downloads_nothing(write, refused, capsys):
     refused(load(write(), "splits={toy: nowhere, mlvu: gone}"), "^toy: nowhere: .*\nmlvu: gone: ")
+    refused(load(write(), "visual={frame_pixels: 4096}"), "4096, the checkpoint 1024")
     for checkpoint in ("runs/sft_8b/model", "tests/model"):  # tests/ is here, so it is a path
         refused(load(write(), f"checkpoint={checkpoint}"), f"{checkpoint}: neither a folder")
     evaluation.main(load(write(), "checkpoint=Somebody/Else"), dry=True)
@@ -385,18 +305,3 @@ def test_a_model_of_others_may_have_another_template_but_the_run_says_so(write, 
         assert f"  note    {other}: its chat template" in capsys.readouterr().out
     agent = load(write(), f"checkpoint={other}", "prompting.protocol=agent", f"run={tmp_path}/agent")
     refused(agent, "its chat template")
-
-
-@pytest.mark.parametrize(
-    "changes, named",
-    [
-        ({"arms": ["none"]}, "arms"),
-        ({"frames": []}, "frames and arms"),
-        ({"frames": [0]}, "frames and arms"),
-        ({"rollout": {"dispatch": "none"}}, "rollout.dispatch = 'none'"),
-        ({"api": {"url": "http://x", "model": "m"}, "prompting": {}}, "api.url"),
-    ],
-)
-def test_a_config_that_cannot_run_is_refused(write, changes, named):
-    with pytest.raises(config.ConfigError, match=named):
-        load(write(**changes))

@@ -4,6 +4,7 @@ The same command then ends with the bits of the undisturbed run.
     python -m pytest tests/test_faults.py -m "slow or not slow"        # some minutes of two cores
 """
 
+import contextlib
 import json
 import os
 import random
@@ -78,16 +79,6 @@ def torchrun(cfg: Path) -> subprocess.Popen:
     return start(str(REPO / "tests" / "short_runs.py"), cfg, ranks=2, anew=True, restarts=1)
 
 
-def sft_with_a_broken_state(cfg: Path) -> Forked:
-    process, state = start("sft.py", cfg), cfg.with_suffix("") / "state"
-    wait_for((state / "step-00000002").exists, process)
-    process.kill()
-    process.join()
-    newest = max(state.glob("step-????????")) / "__0_0.distcp"
-    newest.write_bytes(newest.read_bytes()[:-100])
-    return start("sft.py", cfg)
-
-
 JOBS = {  # a command: how its config is written, and how it starts
     "rl": (partial(rl_config, **RL), fork(train_by_chance)),
     "rl on two ranks": (partial(rl_config, **RL), fork(train_by_chance, ranks=2)),
@@ -143,6 +134,12 @@ def test_a_run_writes_its_metrics_and_episodes_and_moves_the_weights_that_are_no
     assert moved and not any(".visual." in name for name in moved)
 
 
+@pytest.mark.slow
+def test_the_engine_of_each_rank_samples_with_the_new_weights(undisturbed):
+    lines = metrics(undisturbed("rl on two ranks"))
+    assert all(line["logprob_gap"] < 1e-4 and line["staleness"] == 0 for line in lines)
+
+
 def test_a_model_of_every_so_many_steps_is_what_a_run_of_these_steps_leaves(undisturbed):
     """A model is written before the state of its step: after a kill between the two, the resumed run writes it again."""
     run = undisturbed("rl")
@@ -170,7 +167,7 @@ def test_two_processes_have_the_metrics_of_one(toy_dir, tmp_path):
 
 
 # ------------------------------------------------------------------------------------------------ disturbances
-# disturb(process, run) -> a function that repairs the damage before the same command is run again, or None
+# disturb(process, the run's folder)
 
 
 def nothing(process, run: Path) -> None:
@@ -220,25 +217,11 @@ def send_to_servers(number: int, count: int) -> Callable:
     return send
 
 
-def fill_disk(process, run: Path) -> Callable:
-    film = run.parent / "film.mkv"
-    with open(film, "wb") as file, pytest.raises(OSError):
+def fill_disk(process, run: Path) -> None:
+    with open(run.parent / "film.mkv", "wb") as file, pytest.raises(OSError):
         while True:
             file.write(bytes(1 << 16))
             file.flush()
-    return film.unlink
-
-
-def close_folder(process, run: Path) -> Callable:
-    """Put a file in place of RUN/episodes, where no episode can be written."""
-    episodes = run / "episodes"
-    episodes.rename(run / "away")
-    episodes.touch()
-    return lambda: (episodes.unlink(), (run / "away").rename(episodes))
-
-
-def delete_newest_state(process, run: Path) -> Callable:
-    return lambda: shutil.rmtree(max((run / "state").glob("step-????????")))
 
 
 # ------------------------------------------------------------------------------------------------ the matrix
@@ -260,7 +243,6 @@ KILLED = -signal.SIGKILL
 ANY = ""  # a killed process has no last word, and after a full disk torch may have it
 GOES_ON = "^done: "
 NO_SERVER = "^error: no server is left"
-DAMAGED = r"^error: .*-\d+ cannot be read .* resume from step-\d+$"
 A_BUG = "^ZeroDivisionError: division by zero$"
 
 FAST = [
@@ -276,7 +258,6 @@ SLOW = [
     Fault("rl", A_STEP, press_ctrl_c_as_helpers_hang),
     Fault("rl", SAMPLING, press_ctrl_c_as_helpers_hang, first=fork(train_with_a_tool_that_hangs)),
     Fault("rl", SAMPLING, nothing, 1, A_BUG, fork(train_with_a_bug)),
-    Fault("rl", A_STEP, close_folder, 1, "^error: .*/run/episodes"),
     Fault("rl on two ranks", A_STEP, kill_rank(0), 1, ANY),
     Fault("rl on two ranks", A_STEP, kill_rank(1), 1, ANY),
     Fault("rl on two ranks", A_STEP, kill_rank(0), 0, GOES_ON, torchrun),
@@ -288,7 +269,7 @@ SLOW = [
     Fault("sft", A_SAVE, kill, KILLED, ANY),
     Fault("sft", A_STEP, press_ctrl_c),
     Fault("sft", A_STEP, press_ctrl_c_as_helpers_hang),
-    Fault("sft", "", delete_newest_state, 1, DAMAGED, sft_with_a_broken_state),
+    Fault("sft", A_STEP, fill_disk, 1, ANY),
     Fault("sft on two ranks", A_STEP, fill_disk, 1, ANY),
     Fault("eval", AN_ITEM, kill, KILLED, ANY),
     Fault("eval", AN_ITEM, press_ctrl_c),
@@ -321,28 +302,36 @@ def test_a_fault_ends_a_run_as_it_should_and_the_same_command_ends_with_the_same
     write, begin = JOBS[fault.job]
     cfg, run = write(tmp_path / "run.yaml", toy_dir), tmp_path / "run"
 
-    # Disturb the run at a random time after its moment.
-    process = (fault.first or begin)(cfg)
-    wait_for(lambda: any(run.glob(fault.moment or "*")), process)
-    if fault.moment in (A_STEP, AN_ITEM):
-        time.sleep(0.2 * random.random())
-    assert process.poll() is None, "the run ended before its moment"
-    helpers = [child for pid in (process.pid, *children(process.pid)) for child in children(pid)]
-    repair = fault.disturb(process, run)
+    # Disturb the run at a random time after its moment. On a busy machine, three steps may be over before that: try again.
+    for _ in range(5):
+        process = (fault.first or begin)(cfg)
+        wait_for(lambda: any(run.glob(fault.moment)), process)
+        if fault.moment in (A_STEP, AN_ITEM):
+            time.sleep(0.2 * random.random())
+        helpers = [child for pid in (process.pid, *children(process.pid)) for child in children(pid)]
+        with contextlib.suppress(ProcessLookupError):
+            fault.disturb(process, run)
+        told, _ = process.communicate(60 if fault.status else 300)
+        if process.returncode or not fault.status:
+            break
+        shutil.rmtree(run)
 
     # It ends soon, and leaves nothing behind. After kill -9, its weights stay in memory until it resumes.
-    told = finish(process, fault.status, seconds=60 if fault.status else 300)
+    assert process.returncode == fault.status, told
     assert re.search(fault.last_line, told.splitlines()[-1]), told
     if fault.last_line.startswith(("^interrupted", "^error")):
         assert "Traceback" not in told
+    if fault.last_line == A_BUG:
+        assert "Traceback" in told
+    if fault.job == "rl on two ranks" and fault.last_line == GOES_ON:
+        assert "resumes after step" in told  # and does not begin anew, which would give the same bits
     wait_for(lambda: not any(map(alive, helpers)), seconds=20)
     if fault.last_line:
         assert not (run / "snapshot").exists() and not run_memory(run).exists()
 
     # The same command goes on from the newest state.
     if fault.status:
-        if repair:
-            repair()
+        (tmp_path / "film.mkv").unlink(missing_ok=True)
         done = saved_step(run / "state")
         told = finish(begin(cfg))
         if not fault.job.startswith("eval"):

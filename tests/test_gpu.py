@@ -186,7 +186,7 @@ def update(cfg: PolicyConfig) -> None:
     note("update", tokens=len(bundle), tokens_per_second=round(len(bundle) / seconds), **mfu)
 
 
-# ------------------------------------------------------------------------------------------------ sampling, vision
+# ------------------------------------------------------------------------------------------------ sampling
 
 
 def draw_group(c: Qwen3VLConfig, frames: int, side: int, lengths: Sequence[int]) -> Bundle:
@@ -270,23 +270,6 @@ def test_an_sglang_server_agrees_with_the_trainer(toy_dir, tmp_path):
     [row] = scripts.metrics(tmp_path / "run")
     note("sglang", logprob_gap=row["logprob_gap"])
     assert row["logprob_gap"] < 0.05
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("frames", [64, 192])
-def test_the_vision_tower_looks_at_many_frames_at_once(tmp_path, frames):
-    path = checkpoint(tmp_path / "model", EIGHT_B, layers=1)
-    policy = load_policy(PolicyConfig(str(path), dtype="bf16" if GPU else "fp32"), tiny.NEVER_SAMPLED, train=False)
-    side, count = (256, frames) if GPU else (64, frames // 32)
-    bundle = draw_group(policy.model.config, count, side, [1])
-    for _ in range(3):
-        began = time.perf_counter()
-        seen = policy.run_tower([bundle])
-        if GPU:
-            torch.cuda.synchronize()
-        milliseconds = 1e3 * (time.perf_counter() - began)
-    assert seen.shape[1] == count * (side // 32) ** 2 and seen.isfinite().all()
-    note("vision", frames=count, pixels=side * side, ms=round(milliseconds, 1))
 
 
 # ------------------------------------------------------------------------------------------------ the scripts

@@ -1,6 +1,7 @@
 """Advantages and losses, computed by hand and checked against plain transformers."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -189,15 +190,11 @@ def test_an_update_has_the_loss_and_gradient_of_plain_transformers(toy_renderer,
         for p in (*reference.parameters(), *other.parameters()):
             p.mul_(1.2)
 
-    def distributions(model, main):
-        """Return the log-probs of each sampled token over the vocabulary, [N, V]."""
-        logits = model(**tiny.plain_inputs(model, main.all_ids, main.clips)).logits[0]
-        logits = logits.index_fill(1, torch.tensor(toy_renderer.never_sampled), -1e9) / 0.7
-        return logits.log_softmax(-1)[len(main.prompt.ids) - 1 : -1][torch.tensor(main.mask).bool()]
+    def of_sampled(read, model, main):
+        """Return what tiny.plain_... says of the tokens, which were all sampled: [N, ...]."""
+        return read(model, toy_renderer.never_sampled, main.all_ids, main.clips, 0.7)[len(main.prompt.ids) - 1 :]
 
-    def logprobs_of(model, main):
-        sampled = torch.tensor([token for token, m in zip(main.ids, main.mask) if m])
-        return distributions(model, main).gather(-1, sampled[:, None])[:, 0]
+    logprobs_of = partial(of_sampled, tiny.plain_logprobs)
 
     # The engine is a little off, and once far off.
     for one in groups:
@@ -222,7 +219,7 @@ def test_an_update_has_the_loss_and_gradient_of_plain_transformers(toy_renderer,
         for main, a, t in zip(rows_of(one), own, tags, strict=True):
             new, old = logprobs_of(plain, main), torch.tensor(main.logprobs)
             with torch.no_grad():
-                ref, log = logprobs_of(other, main), distributions(plain, main)
+                ref, log = logprobs_of(other, main), of_sampled(tiny.plain_distributions, plain, main)[:-1]
             w = (new.detach() - old).exp()
             weight = torch.where(w <= cfg.grpo.behaviour_cap, w, 0.0) * (new - new.detach()).exp()
             kl = weight * ((ref - new).exp() - (ref - new) - 1)

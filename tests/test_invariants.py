@@ -27,11 +27,8 @@ from runtime.video import VideoError
 
 # ---- a world
 
-FILM, TORN, BAD = (
-    "/data/film.mp4",
-    "/data/torn.mp4",
-    "/data/bad.mp4",
-)  # torn: its windows cannot be decoded; bad: nothing can
+# TORN's windows cannot be decoded, and nothing of BAD can.
+FILM, TORN, BAD = "/data/film.mp4", "/data/torn.mp4", "/data/bad.mp4"
 CODE = "<tool_code>print(crop_video(start_time=0, end_time=9))</tool_code>"
 BROKEN, UNKNOWN = "<tool_call>{oops</tool_call>", '<tool_call>{"name": "rm\\ud800", "arguments": {}}</tool_call>'
 CALLS = {  # a call -> its error, the video that it names, its window
@@ -227,7 +224,8 @@ def check_episode(episode: Episode, world: World, context: AgentContext) -> None
 
     # The record of an episode is all of it.
     record = json.loads(json.dumps(episode_record(episode, renderer.readable)))
-    [again] = episodes_of([record])
+    again, other = episodes_of([record, record])
+    assert again.main.prompt is other.main.prompt  # episodes of one prompt are read with one prompt
     assert json.loads(json.dumps(episode_record(again, renderer.readable))) == record
 
 

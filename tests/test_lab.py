@@ -1,9 +1,5 @@
 """`python -m study.lab`: the kind of a question, the scores of a text and its structure."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 from scripts import REPO
 
@@ -27,13 +23,3 @@ def test_the_lab_paints_the_structure_and_scores_by_the_reward_of_a_config(monke
         lab.main()
         told = capsys.readouterr().out
         assert told.split("\n")[1].split() == ["R", reward] and "[<][a][n][s][w][e][r][>]B[<]" in told
-
-
-@pytest.mark.slow
-def test_output_that_nobody_reads_to_its_end_stops_in_silence():
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, "-m", "study.lab", "B", "--answer", "B"]
-    ended = subprocess.run(command, cwd=REPO, stdout=writer, stderr=subprocess.PIPE, text=True)
-    os.close(writer)
-    assert ended.stderr == ""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from scripted import Characters, crop, episode_of_turns
+from scripted import TASK, Characters, crop, episode_of_turns
 
 from episode import CALL_ERRORS, NO_PROMPT, Call, Episode, Group, Prompt, Task, Trajectory, console_text
 from metrics import describe, f_release, format_metrics
@@ -32,7 +32,7 @@ def measured(turns, forced=""):
 
 
 def test_the_figures_of_a_step_are_those_counted_by_hand():
-    task, prompt = Task("t", "Which?", ("v.mp4",), "oe", "red"), Prompt([5, 5], [])
+    task, prompt = TASK, Prompt([5, 5], [])
 
     def agent(sampled: list[int], turns: int, finish: str = "stop") -> Trajectory:
         n = len(sampled)
@@ -67,60 +67,51 @@ def test_the_figures_of_a_step_are_those_counted_by_hand():
     assert describe(groups, (4, 64), step=5) == pytest.approx(expected)
 
 
-def figures_of(*calls: Call) -> dict[str, float]:
-    """Return the figures of an episode that makes these calls and of one that makes none."""
-    task = Task("t", "Which?", ("v.mp4",), "oe", "red")
-    episodes = [Episode(task, 4, Trajectory(NO_PROMPT), [*made], rewards={"R_acc": 0.0}) for made in (calls, ())]
-    return describe([Group(task, 4, episodes)], (4,), step=0)
-
-
 RAN, FAILED = Call(0, "crop_video", {"start_time": 0}), Call(0, "crop_video", {"start_time": 1}, error="failed")
-LATER = replace(RAN, turn=1)
+OTHER, LATER = replace(RAN, arguments={"start_time": 1}), replace(RAN, turn=1, text="again")
 
 
-@pytest.mark.parametrize("calls, calling, parallel", [((RAN, RAN, LATER), 0.5, 1), ((RAN, LATER), 0.5, 0), ((RAN, FAILED), 0.5, 0), ((FAILED, FAILED), 0, None)])  # fmt: skip
-def test_calls_are_parallel_if_several_of_one_turn_ran(calls, calling, parallel):
-    figures = figures_of(*calls)
-    assert (figures["calling_rate"], figures.get("parallel_rate")) == (calling, parallel)
-
-
-OTHER = replace(RAN, arguments={"start_time": 1})
-
-
-@pytest.mark.parametrize("calls, share", [((RAN, OTHER, replace(LATER, text="again")), 2 / 3), ((RAN, replace(RAN, name="zoom")), 1), ((FAILED, OTHER), 1), ((FAILED,), None)])  # fmt: skip
-def test_a_call_is_distinct_unless_it_repeats_an_earlier_one_of_its_episode_exactly(calls, share):
-    assert figures_of(*calls).get("calls/distinct") == pytest.approx(share)
+@pytest.mark.parametrize("calls, calling, parallel, distinct", [
+    ([RAN, RAN, LATER], 0.5, 1, 1 / 3),
+    ([RAN, LATER], 0.5, 0, 1 / 2),
+    ([RAN, FAILED], 0.5, 0, 1),
+    ([FAILED, OTHER], 0.5, 0, 1),
+    ([RAN, OTHER, LATER], 0.5, 1, 2 / 3),
+    ([RAN, replace(RAN, name="zoom")], 0.5, 1, 1),
+    ([FAILED, FAILED], 0, None, None),
+])  # fmt: skip
+def test_calls_are_parallel_if_several_of_one_turn_ran_and_distinct_unless_they_repeat_one_that_ran(
+    calls, calling, parallel, distinct
+):
+    """There is one episode that makes these calls and one that makes none."""
+    episodes = [Episode(TASK, 4, Trajectory(NO_PROMPT), made, rewards={"R_acc": 0.0}) for made in (calls, [])]
+    figures = describe([Group(TASK, 4, episodes)], (4,), step=0)
+    assert [figures["calling_rate"], figures.get("parallel_rate")] == [calling, parallel]
+    assert figures.get("calls/distinct") == pytest.approx(distinct)
 
 
 def test_a_kind_of_error_that_only_another_rank_has_seen_is_counted_over_the_calls_of_all(monkeypatch):
     """Past mutant: each rank counted only its own kinds, so the rate divided by the calls of those ranks alone."""
-    task = Task("t", "Which?", ("v.mp4",), "oe", "red")
-    episode = Episode(task, 4, Trajectory(NO_PROMPT), [Call(0, "crop_video", {})], rewards={"R_acc": 0.0})
+    episode = Episode(TASK, 4, Trajectory(NO_PROMPT), [RAN], rewards={"R_acc": 0.0})
     monkeypatch.setattr("metrics.gather", lambda mine: [mine, {"too_dark"}])
-    assert describe([Group(task, 4, [episode])], (4,), step=0)["call_errors/too_dark"] == 0
+    assert describe([Group(TASK, 4, [episode])], (4,), step=0)["call_errors/too_dark"] == 0
 
 
 # ------------------------------------------------------------------------------------------------ the tags of an episode
 
 
-def test_spam_is_a_rate_over_all_episodes():
-    """Past bug: only spam episodes had the key, so its mean was always 1."""
-    tidy, spam = measured([DONE]), measured([f"<think>{'</think>' * 9}"])
-    assert [parts[f"spam/{tag}"] for parts in (tidy, spam) for tag in TAG_LIMITS] == [0, 0, 0, 1, 0, 0]
-
-
-def test_closure_is_the_share_of_opened_tags_that_were_closed_in_their_turn():
-    """Past bug: opened and closed tags were summed over all turns, so one tag closed twice hid one left open."""
+def test_closure_spam_and_surplus_are_counted_in_each_turn():
+    """Past bugs: opened and closed tags were summed over all turns, so one tag closed twice hid one left open. Only spam episodes
+    had the key, so its mean was always 1."""
     parts = measured([LOOK.replace("</think>", ""), DONE.replace("</think>", "</think></think></think>")])
     assert parts["closure/think"] == 0.5 and parts["closure/answer"] == 1 == parts["closure/tool_call"]
     assert parts["surplus/think"] == 2 and parts["surplus/answer"] == 0
     assert measured([DONE + "</answer>"])["closure/answer"] == 1  # extra closing tags do not raise it
-
-
-def test_the_code_of_pretrained_models_counts_for_closure_and_has_no_limit():
+    tidy, spam = measured([DONE]), measured([f"<think>{'</think>' * 9}"])
+    assert [parts[f"spam/{tag}"] for parts in (tidy, spam) for tag in TAG_LIMITS] == [0, 0, 0, 1, 0, 0]
+    # The code of pretrained models counts for closure, and has no limit.
     parts = measured([LOOK.replace(CALL, CODE), LOOK.replace(CALL, CODE.removesuffix("</tool_code>")), DONE])
-    assert parts["closure/tool_code"] == 0.5
-    assert "spam/tool_code" not in parts
+    assert parts["closure/tool_code"] == 0.5 and "spam/tool_code" not in parts
 
 
 # ------------------------------------------------------------------------------------------------ f on the paper's scale

@@ -27,28 +27,25 @@ from runtime.run import OptimConfig, clip_gradients, learning_rate, make_optimiz
 from runtime.video import Clip
 
 torch.set_num_threads(1)
-both_families = pytest.mark.parametrize("family", tiny.CELL, indirect=True)
-
-
-@pytest.fixture(scope="module", params=["qwen3_vl tied", "qwen3_vl untied", "qwen2_5_vl untied"])
-def checkpoint(request, tmp_path_factory):
-    model_type, tied = request.param.split()
-    return tiny.write(tmp_path_factory.mktemp("tiny") / "model", tied == "tied", model_type=model_type)
+FAMILIES = ["qwen3_vl tied", "qwen3_vl untied", "qwen2_5_vl untied"]
+every_family = pytest.mark.parametrize("family", FAMILIES, indirect=True)
+both_families = pytest.mark.parametrize("family", FAMILIES[::2], indirect=True)
 
 
 @pytest.fixture(scope="module")
 def family(request):
-    return getattr(request, "param", "qwen3_vl")
+    return getattr(request, "param", FAMILIES[0])
 
 
 @pytest.fixture(scope="module")
 def cell(family):
-    return tiny.CELL[family]
+    return tiny.CELL[family.split()[0]]
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory, family):
-    return tiny.write(tmp_path_factory.mktemp("tiny") / "model", model_type=family)
+    model_type, tied = family.split()
+    return tiny.write(tmp_path_factory.mktemp("tiny") / "model", tied == "tied", model_type=model_type)
 
 
 @pytest.fixture(scope="module")
@@ -68,27 +65,21 @@ def gradients(model, loss) -> dict[str, torch.Tensor]:
     return tiny.gradients(model)
 
 
-def relative_error(ours: dict, theirs: dict) -> float:
-    assert ours.keys() == theirs.keys()
-    difference = sum((ours[k] - theirs[k]).square().sum() for k in theirs)
-    return math.sqrt(difference / sum(g.square().sum() for g in theirs.values()))
-
-
 # ------------------------------------------------------------------------------------------------ equality
 
 
+@every_family
 @pytest.mark.parametrize("seed", [0, 3])
-def test_gradients_are_those_of_plain_rows(checkpoint, seed):
-    policy, model = load_policy(PolicyConfig(str(checkpoint), freeze=()), tiny.NEVER_SAMPLED), tiny.plain(checkpoint)
-    bundles, rows = tiny.random_bundles(seed, seed != 3, tiny.CELL[model.config.model_type])
-    logprobs = policy(bundles).logprobs
+def test_gradients_are_those_of_plain_rows(oracle, shared, cell, seed):
+    bundles, rows = tiny.random_bundles(seed, seed != 3, cell)
+    logprobs = shared(bundles).logprobs
     advantages = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(seed))
-    ours = gradients(policy.model, (logprobs * advantages).sum())
-    theirs = gradients(model, (tiny.plain_scores(model, bundles, rows)[0] * advantages).sum())
+    ours = gradients(shared.model, (logprobs * advantages).sum())
+    theirs = gradients(oracle, (tiny.plain_scores(oracle, bundles, rows)[0] * advantages).sum())
     if seed == 3:  # without an image, plain transformers leaves the tower out of the graph; here its gradients are zero
         tower = [ours.pop(name) for name in list(ours) if ".visual." in name]
         assert tower and not any(g.abs().max() for g in tower)
-    assert relative_error(ours, theirs) < 1e-5
+    tiny.assert_close(ours, theirs, 1e-5)
 
 
 @both_families
@@ -144,7 +135,7 @@ def test_compiled_blocks_compute_the_same_and_are_compiled_once_for_all_lengths(
         ours, theirs = compiled(bundles), shared(bundles)
         torch.testing.assert_close(ours.logprobs, theirs.logprobs, atol=1e-5, rtol=1e-5)
         mine, other = (gradients(p, out.logprobs.sum()) for p, out in ((compiled, ours), (shared, theirs)))
-        assert relative_error(mine, other) < 1e-5
+        tiny.assert_close(mine, other, 1e-5)
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[0] > 0 and len(set(graphs)) == 1
     assert len(compiled([]).logprobs) == 0  # a rank without rows runs one token, whose graphs are others
@@ -223,7 +214,7 @@ def test_no_mask_spans_the_pack_and_no_logits_span_the_targets(path, cell):
     assert max(chunks) == 7 and sum(chunks) == 2 * len(logprobs)  # once forward, once backward
     expected = policy([bundle]).logprobs
     torch.testing.assert_close(logprobs, expected)
-    assert relative_error(ours, gradients(policy, expected.sum())) < 1e-5
+    tiny.assert_close(ours, gradients(policy, expected.sum()), 1e-5)
 
 
 @both_families
@@ -248,7 +239,7 @@ def test_one_varlen_call_a_layer_means_what_segments_and_frames_mean(path, share
         assert len(calls) == layers  # for all segments, and for all frames
         torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=1e-5)
         ours, theirs = gradients(policy, logprobs.sum()), gradients(shared, expected.sum())
-        assert relative_error(ours, theirs) < 1e-5
+        tiny.assert_close(ours, theirs, 1e-5)
     assert policy([]).logprobs.shape == (0,)
 
 
@@ -281,24 +272,25 @@ def test_the_head_computes_in_fp32_in_chunks_of_tokens_and_blocks_of_rows(monkey
     (logprobs * weights).sum().backward()
     (expected * weights).sum().backward()
     for ours, theirs in zip((hidden, head), exact):
-        error = relative_error({"g": ours.grad.double()}, {"g": theirs.grad})
-        assert error < (2**-8 if dtype == "bf16" else 1e-5)  # one rounding of the sum
+        rounding = 2**-8 if dtype == "bf16" else 1e-5  # of the sum
+        tiny.assert_close({"g": ours.grad.double()}, {"g": theirs.grad}, rounding)
 
 
 # ------------------------------------------------------------------------------------------------ loading
 
 
-def test_loading_on_the_meta_device_leaves_nothing_uninitialised(checkpoint):
+@every_family
+def test_loading_on_the_meta_device_leaves_nothing_uninitialised(path, oracle):
     """to_empty leaves garbage in buffers that checkpoints do not hold (inv_freq), and unties tied weights."""
-    policy, model = load_policy(PolicyConfig(str(checkpoint)), train=False), tiny.plain(checkpoint)
+    policy = load_policy(PolicyConfig(str(path)), train=False)
     for kind in ("named_parameters", "named_buffers"):
-        ours, expected = dict(getattr(policy.model, kind)()), dict(getattr(model, kind)())
+        ours, expected = dict(getattr(policy.model, kind)()), dict(getattr(oracle, kind)())
         assert ours.keys() == expected.keys()
         assert all(torch.equal(ours[name], expected[name]) for name in expected)
-    low = load_policy(PolicyConfig(str(checkpoint), dtype="bf16"), train=False).model.named_buffers()
+    low = load_policy(PolicyConfig(str(path), dtype="bf16"), train=False).model.named_buffers()
     assert all(torch.equal(buffer, expected[name]) for name, buffer in low)  # rounded angles would mean other positions
-    tied = model.config.tie_word_embeddings
-    assert (policy.model.lm_head.weight is policy.text.embed_tokens.weight) is tied
+    tied = policy.model.lm_head.weight is policy.text.embed_tokens.weight
+    assert tied is oracle.config.tie_word_embeddings
     assert not any(p.requires_grad for p in policy.parameters())
 
 
@@ -396,7 +388,7 @@ def test_ranks_are_one_process(tmp_path, model_type, tied, freeze, dtype, world)
     close = 1e-5 if dtype == "fp32" else 0.1
     [norm] = {stepped["norm"] for stepped in by_rank}
     assert norm == pytest.approx(expected["norm"], rel=close)
-    assert relative_error(by_rank[0]["gradients"], expected["gradients"]) < close
+    tiny.assert_close(by_rank[0]["gradients"], expected["gradients"], close)
     if dtype == "fp32":
         merged = torch.cat([stepped["before"][0] for stepped in by_rank])
         torch.testing.assert_close(merged, expected["before"][0], atol=1e-5, rtol=1e-5)
@@ -427,22 +419,10 @@ def test_the_learning_rate_rises_then_stays_or_falls_to_zero():
     assert {learning_rate(OptimConfig(lr=0.5), step, 10) for step in range(10)} == {0.5}
 
 
-def test_the_betas_of_the_config_are_those_of_the_moments():
-    """Past mutant: AdamW used its own default."""
-    model = torch.nn.Linear(3, 2)
-    policy = types.SimpleNamespace(parameters=model.parameters, device=torch.device("cpu"))
-    optimizer = make_optimizer(policy, OptimConfig(betas=(0.75, 0.5)))
-    for p in model.parameters():  # a matrix and a vector
-        p.grad = torch.full_like(p, 0.1)
-    optimizer.step()
-    for p in model.parameters():
-        assert optimizer.state[p]["exp_avg"].allclose(0.25 * p.grad)
-        assert optimizer.state[p]["exp_avg_sq"].allclose(0.5 * p.grad**2)
-
-
 def test_the_optimizer_trains_what_is_not_frozen_and_decays_matrices_only(path, cell):
     policy = load_policy(PolicyConfig(str(path)), tiny.NEVER_SAMPLED)
-    optimizer = make_optimizer(policy, OptimConfig(lr=1e-3, weight_decay=0.5))
+    optimizer = make_optimizer(policy, OptimConfig(lr=1e-3, weight_decay=0.5, betas=(0.75, 0.5)))
+    assert {group["betas"] for group in optimizer.param_groups} == {(0.75, 0.5)}  # past mutant: AdamW's own default
     held = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert {id(p) for p in policy.parameters() if p.requires_grad} == held.keys()
     assert held[id(policy.text.norm.weight)] == 0 and held[id(policy.text.embed_tokens.weight)] == 0.5

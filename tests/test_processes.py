@@ -3,10 +3,9 @@
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
-from scripts import REPO, Forked, alive, wait_for
+from scripts import Forked, alive, wait_for
 
 from runtime import weights
 from runtime.distributed import init_distributed
@@ -44,39 +43,25 @@ def test_a_link_that_is_planted_under_a_runs_name_leads_nowhere(tmp_path, monkey
     assert (tmp_path / "precious" / "thesis").exists()
 
 
-def wait_as_a_rank() -> None:
+def wait_as_a_rank_with_a_server() -> None:
+    """Write the ids of both processes."""
     os.setsid()  # as torchrun starts its ranks
     init_distributed()
-    os.write(1, f"{os.getpid()}\n".encode())  # at once: both ranks write into one file
+    os.write(1, f"{os.getpid()}\n".encode())  # at once: all write into one file
+    start_group(["sh", "-c", "echo $$; exec sleep 60"])
     signal.pause()
 
 
-def test_ranks_end_with_the_process_that_started_them_even_if_it_is_killed():
-    """Past bug: `study.paradox` killed torchrun's process group, and the ranks went on."""
-    torchrun = Forked(wait_as_a_rank, ranks=2)
+def test_ranks_and_servers_end_with_the_process_that_started_them_even_if_it_is_killed():
+    """Past bugs: `study.paradox` killed torchrun's process group, and the ranks went on. torchrun kills ranks with SIGKILL, and a
+    server kept running on its GPU."""
+    torchrun = Forked(wait_as_a_rank_with_a_server, ranks=2)
     log = Path(torchrun.log)
-    wait_for(lambda: log.read_text().count("\n") == 2, torchrun)
-    ranks = [int(line) for line in log.read_text().split()]
-    assert all(map(alive, ranks))
+    wait_for(lambda: log.read_text().count("\n") == 4, torchrun)
+    started = [int(line) for line in log.read_text().split()]
+    assert all(map(alive, started))
     torchrun.kill()
-    wait_for(lambda: not any(map(alive, ranks)), seconds=10)
-
-
-def test_a_group_ends_with_a_process_that_is_killed():
-    """Past bug: torchrun kills ranks with SIGKILL, and a server kept running on its GPU."""
-    script = """
-import time
-from runtime.processes import start_group
-start_group(["sh", "-c", "echo $$; exec sleep 60"])
-time.sleep(60)
-"""
-    process = subprocess.Popen([sys.executable, "-c", script], cwd=REPO, stdout=subprocess.PIPE, text=True)
-    server = int(process.stdout.readline())
-    assert alive(server)
-    process.kill()
-    process.wait()
-    process.stdout.close()
-    wait_for(lambda: not alive(server), seconds=5)
+    wait_for(lambda: not any(map(alive, started)), seconds=10)
 
 
 def test_a_server_that_is_killed_leaves_no_children_and_no_images():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from pathlib import Path
 
 import pytest
 import yaml
@@ -11,7 +10,6 @@ from scripts import sft_config
 
 import sft
 from dialogues import Dialogue, Media
-from rl import RLConfig
 from runtime import config, script
 from runtime.prompts import Prompts, fill, subagent_system_prompt, system_prompt
 from runtime.render import Renderer
@@ -91,26 +89,16 @@ def test_a_system_text_may_be_empty_or_declare_the_tools_itself(renderer, text, 
 
 
 def test_a_checkpoint_keeps_the_words_that_it_was_trained_with(toy_dir, tmp_path):
-    """SFT writes them, RL under other words is refused with both, and the same file is accepted."""
+    """SFT writes them. A run under other words is refused with both, and the same file is accepted."""
     words = tmp_path / "words.yaml"
     words.write_text(yaml.safe_dump(TEXTS))
     cfg = config.load(SFTConfig, sft_config(tmp_path / "sft.yaml", toy_dir, steps=1, batch_rows=2, prompts=str(words)))
     sft.main(cfg)
-    model = Path(cfg.run) / "model"
+    model = str(tmp_path / "sft" / "model")
     assert Prompts.load(model) == cfg.prompts == Prompts(**TEXTS)
-
-    rl = RLConfig(run="r", policy=cfg.policy, data=cfg.data, visual=cfg.visual, prompts=cfg.prompts)
-    rl = dataclasses.replace(rl, policy=dataclasses.replace(cfg.policy, checkpoint=str(model)))
-    _, renderer = script.open_checkpoint(str(model), rl.visual, rl.prompts)
-    assert renderer.prompts == Prompts(**TEXTS)
-    other = dataclasses.replace(rl, prompts=dataclasses.replace(rl.prompts, system="Hi."))
+    _, renderer = script.open_checkpoint(model, cfg.visual, cfg.prompts)
+    assert renderer.prompts == cfg.prompts
+    other = dataclasses.replace(cfg.prompts, system="Hi.")
     with pytest.raises(ContractError, match=r"prompts.system: 'Watch, call and answer.'.*'Hi.'"):
-        script.open_checkpoint(str(model), other.visual, other.prompts)
-    other.prompts.refuse_unlike(toy_dir / "model")  # a checkpoint that was not trained here accepts any words
-
-
-def test_a_file_of_words_with_another_name_is_refused(toy_dir, tmp_path):
-    words = tmp_path / "words.yaml"
-    words.write_text("sytem: Hello.\n")
-    with pytest.raises(config.ConfigError, match="prompts.sytem: .*prompts.system"):
-        config.load(SFTConfig, sft_config(tmp_path / "sft.yaml", toy_dir, prompts=str(words)))
+        script.open_checkpoint(model, cfg.visual, other)
+    other.refuse_unlike(toy_dir / "model")  # a checkpoint that was not trained here accepts any words

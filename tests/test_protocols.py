@@ -20,7 +20,6 @@ from evals.protocols import PROTOCOLS, WORDS, Prompting, run_protocol
 from evals.rows import ROWS_FILE
 from rollout import AgentContext, RolloutConfig, render_prompt, run_episode
 from runtime import config
-from runtime.engine import EngineError
 from runtime.render import Renderer, clock
 from runtime.visual import ContractError, VisualContract
 
@@ -186,23 +185,21 @@ def test_an_agent_is_told_what_is_so(renderer, golden, name, words):
 # ---- several turns
 
 
-def clips(text: str) -> str:
-    return f"<score>1</score><think>so</think><clip>{text}</clip><answer></answer>" + END
-
-
 def zoom(start, end, fps) -> str:
     return f'<think>x</think><video_zoom> {{"segment": [{start}, {end}], "fps": {fps}}} </video_zoom>'
 
 
 @pytest.mark.parametrize("flow", FLOWS["flows"], ids=lambda flow: ": ".join(*list(flow.items())[:1]))
-def test_a_dialogue_of_several_turns(ask, monkeypatch, flow):
+def test_a_dialogue_of_several_turns(ask, renderer, monkeypatch, flow):
     monkeypatch.setattr(protocols, "CONAN_FRAMES", 3)
     protocol = next(iter(flow))
     shown = [turn["user"] for turn in flow["turns"][::2]]
     said = [turn["model"].replace("DEEP", "[" * 500 + "]" * 500) for turn in flow["turns"][1::2]]
-    episode, answer, model = ask(protocol, said)
+    dropped = [turn.get("dropped", "") for turn in flow["turns"][1::2]]
+    episode, answer, model = ask(protocol, [text + more for text, more in zip(said, dropped)])
+    assert [renderer.decode(episode.main.ids[start:end]) for start, end in episode.main.turns] == said
     assert len(model.read) == len(shown)
-    system = FLOWS["words"][protocol].get("system")
+    system = FLOWS["words"].get(protocol, {}).get("system")
     for i, (text, added) in enumerate(zip(shown, model.told(said), strict=True)):
         if i == 0:
             before = f"<|im_start|>system\n{system}{END}\n" if system else ""
@@ -231,36 +228,6 @@ def test_longvt_is_shown_its_tool_and_refuses_a_template_that_hides_it(ask, rend
         run_protocol(context, Item(TASK), 4, 0, Prompting("longvt"))
 
 
-def test_a_turn_of_video_zoomer_ends_with_its_request_to_the_token(ask, renderer):
-    """Past bug: one token too many was kept, and no test noticed."""
-    said = [zoom(10, 12, 1) + "And the frames show <answer>A</answer>", ANSWER]
-    episode, answer, model = ask("video_zoomer", said)
-    main = episode.main
-    start, end = main.turns[0]
-    assert renderer.decode(main.ids[start:end]) == zoom(10, 12, 1)
-    assert main.mask[start : end + 1] == [1] * (end - start) + [0]  # the end of the turn was not sampled
-    assert "And the frames" not in model.read[1]
-    assert answer == "B"
-
-
-THOUGHT = "<think>So <answer>B</answer></think>" + END
-
-
-@pytest.mark.parametrize(
-    "protocol, said, expected",
-    [
-        # Our agent's answer stands in its last turn, behind its thought. Theirs can stand in a thought or before a call.
-        ("agent", [THOUGHT], None),
-        ("direct", [THOUGHT], None),
-        ("think", [THOUGHT], "B"),
-        ("video_zoomer", ["<answer>A</answer>" + zoom(10, 12, 1), "<think>Nothing new.</think>" + END], "A"),
-    ],
-)
-def test_other_models_answer_where_their_own_code_looks(ask, protocol, said, expected):
-    _, answer, _ = ask(protocol, said)
-    assert answer == expected
-
-
 # ---- whatever happens
 
 
@@ -279,32 +246,6 @@ def test_a_video_that_cannot_be_read_costs_one_question(ask, protocol):
     episode, answer, model = ask(protocol, [], replace(TASK, videos=("/data/bad.mp4",)))
     assert "VideoError" in episode.error
     assert (answer, model.read) == (None, [])
-
-
-def test_an_engine_that_dies_costs_one_question_and_keeps_what_was_played(ask, renderer):
-    class Dies(Model):
-        def generate(self, *arguments, **more):
-            if self.asked:
-                raise EngineError("no server")
-            return super().generate(*arguments, **more)
-
-    episode, answer, _ = ask("video_zoomer", [], model=Dies(renderer, zoom(0, 2, 1)))
-    assert "no server" in episode.error
-    assert (len(episode.calls), len(episode.main.turns), answer) == (1, 1, None)
-
-
-@pytest.mark.parametrize("protocol, said", [("conan", clips("00:00:20-00:00:40")), ("video_zoomer", zoom(0, 16, 1))])
-def test_frames_that_do_not_fit_end_the_episode(ask, protocol, said):
-    episode, _, _ = ask(protocol, [said, "x" + END])
-    room = len(episode.main.prompt.ids) + episode.main.turns[0][1] + 30
-    episode, _, model = ask(protocol, [said, "x" + END], cfg={"max_context": room})
-    assert (len(model.read), episode.main.finish, episode.error) == (1, "length", "")
-
-
-def test_a_turn_that_is_cut_off_calls_nothing(ask):
-    said = clips("00:00:20-00:00:40").removesuffix(END) + "." * 500
-    episode, _, model = ask("conan", [said, "x" + END], cfg={"max_new_tokens": 300})
-    assert (len(model.read), episode.main.finish, episode.calls) == (1, "length", [])
 
 
 @pytest.mark.parametrize("protocol", [name for name in PROTOCOLS if "user" in WORDS[name]])
@@ -327,7 +268,7 @@ PIECES = [
     "<clip>", "</clip>", "00:00:10-00:00:20", ",", "<answer>", "</answer>", "{", "}", END, "é你",
     zoom(0, 9, 1), zoom(-1e308, 1e308, 0), zoom(1e308, -1e308, 1e308), "<video_zoom>", "</video_zoom>", "\\boxed{",
     '{"segment": null, "fps": []}', '{"segment": {"a": 1, "b": 2}, "fps": true}', "1e999",
-    crop(0, 9), crop(9, 0), "<tool_call>", clips("9" * 400 + "-1,3-4"), clips("5-" + "9" * 400),
+    crop(0, 9), crop(9, 0), "<tool_call>", f"<clip>{'9' * 400}-1,3-4</clip>", f"<clip>5-{'9' * 400}</clip>",
 ]  # fmt: skip
 
 

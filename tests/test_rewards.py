@@ -36,10 +36,19 @@ def earned(turns, executed=0, task=MCQ, cfg=PLAIN, forced=""):
 # ------------------------------------------------------------------------------------------------ adversarial completions
 
 CASES = yaml.safe_load((Path(__file__).parent / "rewards.yaml").read_text("utf-8"))
+TEXTS = CASES["texts"]
 PARTS = {*rewards.PARTS}
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+# Plain GRPO, and an anchor that pays nothing. Past bug: under plain GRPO, f had other weights and paid its last 0.1 for balanced
+# tags, so curves compared two scales.
+OTHERS = [
+    RewardConfig(answer_suffix=False, anchor=Anchor("off")),
+    RewardConfig(anchor=Anchor(alpha=0.0, beta=0.0, gamma=0.0, lam=0.0)),
+]
+
+
+@pytest.mark.parametrize("case", TEXTS, ids=[case["name"] for case in TEXTS])
 def test_a_text_earns_what_is_known_by_hand(case):
     settings = dict(case.get("cfg", {}))
     cfg = RewardConfig(anchor=Anchor(credit=settings.pop("credit", "struct")), **settings)
@@ -48,23 +57,12 @@ def test_a_text_earns_what_is_known_by_hand(case):
     expected = {name: case[name] for name in PARTS & case.keys()}
     assert {name: parts[name] for name in expected} == pytest.approx(expected)
     assert parts["R"] == pytest.approx(parts["R_acc"] + cfg.w_fmt * parts["R_fmt"] + cfg.w_tool * parts["R_tool"])
+    assert len({earned(case["turns"], case.get("ran", 0), cfg=each)["f"] for each in (PLAIN, *OTHERS)}) == 1
     for mode, acc in case.get("untagged", {}).items():
         assert earned(case["turns"], cfg=RewardConfig(untagged_answer=mode))["R_acc"] == acc, mode
     if "struct" in case:
         assert painted(case["turns"], forced=case.get("forced", "")) == case["struct"]
     assert case.keys() <= PARTS | {"name", "turns", "ran", "forced", "gold", "cfg", "untagged", "struct"}
-
-
-GRPO = RewardConfig(answer_suffix=False, anchor=Anchor(credit="off"))  # plain GRPO
-
-
-@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
-def test_the_metric_f_of_a_text_is_the_same_in_every_run(case):
-    """Past bug: under plain GRPO, f had other weights and paid its last 0.1 for balanced tags, so curves compared two scales."""
-    turns, executed = case["turns"], case.get("ran", 0)
-    f = earned(turns, executed)["f"]
-    for cfg in (GRPO, RewardConfig(anchor=Anchor(alpha=0.0, beta=0.0, gamma=0.0, lam=0.0))):
-        assert earned(turns, executed, cfg=cfg)["f"] == f
 
 
 def one_edit_away(turns: list[str]) -> list[list[str]]:
@@ -154,23 +152,8 @@ def painted(turns, renderer=None, forced="") -> str:
     return "".join(renderer.decode([t]) for t, s in zip(main.ids, structural_mask(main, renderer), strict=True) if s)
 
 
-@pytest.mark.parametrize(
-    "answer, struct",
-    [
-        # Tokens with a letter, a digit or the answer's first character are not structural ...
-        (">B|</", "</"),
-        (">|?</", ">"),
-        (">\n|?</", ">\n"),
-        # ... nor are `>(` and `>[`. But sampling `)</` is the decision to close.
-        (">(|B|)</", ")</"),
-        (">|A red door|.</", ">|.</"),
-        (">\n|B| </", ">\n| </"),
-        # Tokens with punctuation after a closing tag or before an opening one are not structural.
-        (">|x|</|answer|>,| done| .<|answer|>|B|</", ">|</|answer|answer|>|</"),
-    ],
-)
+@pytest.mark.parametrize("answer, struct", CASES["tokens"])
 def test_a_token_that_shares_a_tag_is_structure_unless_it_carries_content(answer, struct):
-    """These are tokens of Qwen."""
     pieces = ["<think>", "I see it.", "</think>", "<", "answer", *answer.split("|"), "answer", ">", END_OF_TURN]
     ids = list(range(len(pieces)))
     mask = structural_mask(Trajectory(NO_PROMPT, ids, [1] * len(ids), turns=[(0, len(ids))]), Pieces(*pieces))

@@ -1,4 +1,4 @@
-"""Rollouts: seeds, shared prompts, failures, threads, records. What holds for every episode is in test_invariants.py."""
+"""Rollouts: seeds, shared prompts, failures, threads. What holds for every episode is in test_invariants.py."""
 
 import gc
 import itertools
@@ -8,15 +8,13 @@ import time
 from dataclasses import replace
 
 import pytest
-from scripted import END, TASK, MemoryVideos, Scripted, crop, is_subagent, load_episodes, play, turns
+from scripted import END, TASK, MemoryVideos, Scripted, crop, is_subagent, play, turns
 from scripts import wait_for
 
 import rollout
-from episode import Task, episode_record
+from episode import Task
 from rollout import AgentContext, RolloutConfig, render_prompt
 from runtime import dataset
-from runtime.engine import EngineError
-from runtime.lines import append_line
 from runtime.visual import ContractError
 
 ANSWER = "y</think>" + END
@@ -31,17 +29,6 @@ def context_of(engine: Scripted, renderer) -> AgentContext:
 
 
 # ---- prompts and seeds
-
-
-def test_a_sub_agent_reads_these_words(renderer):
-    """Compare word for word: checkpoints learned these prompts in the cold start, and no other test notices a change."""
-    [episode] = play(renderer, turns("x</think>" + crop(0, 1) + END, ANSWER))
-    frame = "<|vision_start|><|image_pad|><|vision_end|>"
-    assert renderer.readable(episode.subagents[0].prompt.ids) == (
-        "<|im_start|>system\nYou see frames of one part of a video, each after its time. "
-        "Report briefly what happens in it, and when.<|im_end|>\n"
-        f"<|im_start|>user\n<0.5 seconds>{frame}\nWhat happens here?<|im_end|>\n<|im_start|>assistant\n"
-    )
 
 
 def test_a_step_and_a_copy_of_a_task_have_their_own_seeds(renderer):
@@ -99,25 +86,15 @@ def test_a_slow_call_is_given_up_and_costs_its_siblings_nothing(renderer):
     assert engine.expected == 0
 
 
-def test_what_costs_a_group_costs_no_other_and_is_logged_once(renderer, caplog, monkeypatch):
-    """A prompt that cannot be made, a video that cannot be decoded, an engine that is lost."""
-    good, odd, bad, lost = tasks_named(4)
-    bad, lost = replace(bad, videos=("/data/bad.mp4",)), replace(lost, question="lost?")
-
+def test_a_prompt_that_cannot_be_made_costs_its_group_and_no_other_and_is_logged_once(renderer, caplog, monkeypatch):
     def render(task, *others):
-        return 1 // (task.id != odd.id) and render_prompt(task, *others)
-
-    def reply(prompt, seed):
-        if "lost?" in prompt:
-            raise EngineError("no server")
-        return ANSWER
+        return 1 // (task.id != "t1") and render_prompt(task, *others)
 
     monkeypatch.setattr(rollout, "render_prompt", render)
     monkeypatch.setattr(dataset, "_logged", set())
-    episodes = play(renderer, reply, tasks=(good, odd, bad, lost), group_size=2)
-    assert [e.error_kind for e in episodes[::2]] == ["", "RowError", "VideoError", "EngineError"]
-    assert [e.error_kind for e in episodes[1::2]] == [e.error_kind for e in episodes[::2]]
-    assert [e.error_text[:15] for e in episodes[2::2]] == ["ZeroDivisionErr", "/data/bad.mp4: ", "no server"]
+    episodes = play(renderer, turns(ANSWER), tasks=tasks_named(3), group_size=2)
+    assert [e.error_kind for e in episodes] == ["", "", "RowError", "RowError", "", ""]
+    assert episodes[2].error_text.startswith("ZeroDivisionError")
     assert [record.exc_info[0] for record in caplog.records] == [ZeroDivisionError]
 
 
@@ -139,17 +116,14 @@ def test_a_bug_of_ours_and_ctrl_c_end_the_run_and_no_further_turn_starts(rendere
     assert engine.expected == 0
 
 
-def test_an_agent_without_tools_is_not_told_to_call_them():
-    with pytest.raises(ValueError, match="dispatch: none"):
-        RolloutConfig(tools=())
+def test_agents_and_the_calls_of_a_turn_run_at_once(renderer):
+    """The engine answers no sub-agent before all 128 have asked."""
+    all_ask = threading.Barrier(128, timeout=20)
 
+    def report(prompt):
+        all_ask.wait()
+        return "seen"
 
-# ---- on disk
-
-
-def test_episodes_of_one_prompt_are_read_with_one_prompt(renderer, tmp_path):
-    [episode] = play(renderer, turns(ANSWER))
-    for _ in range(2):
-        append_line(tmp_path / "episodes.jsonl", episode_record(episode, renderer.readable))
-    one, other = load_episodes(tmp_path / "episodes.jsonl")
-    assert one.main.prompt is other.main.prompt
+    said = turns("x</think>" + crop() * 4 + END, ANSWER, report=report)
+    for episode in play(renderer, said, tasks=tasks_named(32)):
+        assert [call.error for call in episode.calls] == [""] * 4 and not episode.error

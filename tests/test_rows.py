@@ -1,15 +1,14 @@
 """configs/eval/rows.yaml: each row is asked as in the paper's table and as its authors ask, and says what still differs.
-docs/node.md: every row of the paper has a command."""
+node.sh: every row of the ablations is trained and evaluated."""
 
-import contextlib
 import os
 import re
 import shlex
+import subprocess
 
 import pytest
 from scripts import REPO
 
-import rl
 from eval import EvalConfig, main, with_names
 from evals import rows, tables
 from evals.rows import ROWS_FILE
@@ -52,6 +51,9 @@ def test_a_row_is_asked_in_both_ways(row):
     # Past bug: rows were written for 8 GPUs and refused on other machines.
     assert own.rollout.server_gpus is agent.server_gpus is None
     assert own.decoders == cfg.decoders == min(64, os.cpu_count())
+    # A request takes 906 MB of the host's memory, one of our agent 113. An API allows fewer at once.
+    assert (agent.concurrency, own.rollout.concurrency) == (64, 256 if cfg.agentic else 64)
+    assert load("row=gpt4o").rollout.concurrency == 8
 
 
 def test_the_dry_run_of_every_row_names_what_is_missing_and_how_the_published_run_differs(
@@ -142,35 +144,23 @@ def test_only_a_name_of_the_table_has_a_published_run():
     assert rows.list_differences("ParaVT-8B (mine)") == rows.list_differences("ParaVT-8B") != []
 
 
-# ------------------------------------------------------------------------------------------------ docs/node.md
-
-SECTION = (REPO / "docs" / "node.md").read_text("utf-8").partition("## Every row of the paper")[2].partition("\n## ")[0]
-COMMANDS = [shlex.split(words) for words in re.findall(r"(?:`|^python \w+\.py )(configs/[^`\n#]+)", SECTION, re.M)]
-EVALUATIONS = [words for words in COMMANDS if words[0].startswith("configs/eval/")]
-TRAININGS = [words for words in COMMANDS if "/eval/" not in words[0] and "/sft_" not in words[0]]
+# ------------------------------------------------------------------------------------------------ node.sh
 
 
-def test_every_row_of_the_paper_is_in_the_tables():
-    published = read_published()
-    named = re.findall(r"^\| ([^|]+?) \|", SECTION, re.M)
-    assert {row["name"] for row in published["table"]["rows"]} <= set(named)
-    for split in published["table"]["columns"]:
-        assert f"`{split}`" in SECTION
-    # The names that `eval.py ablation` looks for are those of the configs.
-    trainings = {config.load(RLConfig, REPO / file, words).run for file, *words in TRAININGS}
-    evaluations = {with_names(load(*words, path=REPO / file)).run for file, *words in EVALUATIONS}
+def test_every_row_of_the_ablations_is_trained_and_evaluated():
+    """The names that `eval.py ablation` looks for are those of the configs."""
+    printed = subprocess.run(
+        ["bash", "node.sh", "--print"], cwd=REPO, capture_output=True, text=True, check=True
+    ).stdout
+    commands = re.findall(r"(\w+\.py) (configs/.*)", printed)
+    trainings, evaluations = set(), set()
+    for script, words in commands:
+        file, *words = shlex.split(words)
+        if script == "rl.py":
+            trainings.add(config.load(RLConfig, REPO / file, words).run)
+        elif script == "eval.py":
+            evaluations.add(with_names(load(*words, path=REPO / file)).run)
     for block in tables.TITLES:
-        for row in published["ablations"][block]:
+        for row in read_published()["ablations"][block]:
             assert "run" not in row or f"runs/{row['run']}_8b" in trainings
             assert f"runs/eval/own/{row.get('eval') or row['run']}_8b" in evaluations
-
-
-@pytest.mark.parametrize("words", TRAININGS, ids=lambda words: words[0].split("/")[-1])
-def test_the_dry_run_of_each_training_lacks_only_its_start(words, toy_dir, capsys):
-    rows = [f"data.sources=[{{path: {toy_dir}/rl.parquet}}]", f"data.video_root={toy_dir}"]
-    cfg = config.load(RLConfig, REPO / words[0], [*words[1:], *rows])
-    start = cfg.policy.checkpoint
-    lacks_start = pytest.raises(config.ConfigError, match=f"{start}: neither a folder nor a model on the hub")
-    with lacks_start if start.startswith("runs/") else contextlib.nullcontext():
-        rl.main(cfg, dry=True)
-    assert "data: " in capsys.readouterr().out

@@ -1,8 +1,6 @@
 """The cold start: its loss equals a plain reference, ranks and kills do not change it, and bad batches are reported."""
 
-import contextlib
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -24,54 +22,6 @@ from sft import TOKEN_KINDS, SFTConfig, batch_loss, target_kinds
 from tools import TOOLS
 
 # ------------------------------------------------------------------------------------------------ the loss
-
-
-def test_kinds_of_target_tokens_follow_the_text(toy_renderer):
-    call = '\n{"name": "crop_video", "arguments": {"start_time": 0, "end_time": 16}}\n'
-    said = f"<think>\nLet me look closer.\n</think>\n<tool_call>{call}</tool_call>"
-    messages = [
-        {"role": "user", "content": "Which?"},
-        {"role": "assistant", "content": said},
-        {"role": "tool", "content": "A red flash. <answer>no</answer>"},
-        {"role": "assistant", "content": "<think>\nI see.\n</think>\n<answer>red</answer>"},
-    ]
-    rendered = toy_renderer.render(messages)
-    kinds = target_kinds(Trajectory(NO_PROMPT, rendered.ids, rendered.mask), toy_renderer)
-    targets = [t for t, m in zip(rendered.ids, rendered.mask, strict=True) if m]
-    text = dict.fromkeys(TOKEN_KINDS, "")
-    for token, kind in zip(targets, kinds, strict=True):
-        text[kind] += toy_renderer.decode([token])
-    tags = "<think></think><tool_call></tool_call><|im_end|><think></think><answer></answer><|im_end|>"
-    assert text["structure"] == tags and text["arguments"] == call
-    assert text["answer"] == "red" and text["prose"] == "\nLet me look closer.\n\n\nI see.\n\n"
-
-
-def test_every_kind_of_token_can_have_a_weight():
-    [kinds, _] = get_args(get_type_hints(SFTConfig)["kind_weights"])
-    assert get_args(kinds) == TOKEN_KINDS
-
-
-@pytest.mark.parametrize(
-    "said, expected",
-    [
-        ("<think>|I| see|.</|think|>\n", "structure prose prose prose structure prose"),
-        ("<|answer|>B|</|answer|>", "structure structure answer structure structure structure"),
-        (
-            "<|answer|>[|12|.|5|]</|answer|>",
-            "structure structure answer answer answer answer answer structure structure",
-        ),
-        ("<|answer|>(|B|)</|answer|>", "structure structure answer answer answer structure structure"),
-        ("The answer is |dark| red|.|\n", "prose untagged_answer untagged_answer prose prose"),
-        ("<answer>|The answer is |red|</answer>", "structure answer answer structure"),  # the tags take precedence
-        ("The answer| is red|.", "prose untagged_answer prose"),  # of two kinds of content, the last
-    ],
-)
-def test_a_token_that_carries_a_piece_of_the_answer_counts_as_answer(said, expected):
-    """Past bug: with Qwen's merges every answer letter counted as `structure`, because its token begins with the tag's `>`."""
-    pieces = [*said.split("|"), "<|im_end|>", "<|endoftext|>"]
-    ids = list(range(len(pieces)))
-    kinds = target_kinds(Trajectory(NO_PROMPT, ids, [1] * len(ids)), tiny.Pieces(*pieces))
-    assert kinds == [*expected.split(), "structure", "structure"]
 
 
 def test_loss_and_gradient_equal_an_unpacked_reference(toy_dir, toy_renderer, tmp_path, videos):
@@ -150,14 +100,6 @@ def train(path: Path, toy_dir: Path, **changes) -> list[dict]:
     return metrics(path.with_suffix(""))
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(toy_dir, tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    val = {"sources": [{"path": str(toy_dir / "sft_val.parquet")}]}
-    train(folder / "run.yaml", toy_dir, val=val, eval_every=6, save_every=4)
-    return folder / "run"
-
-
 def test_each_held_out_row_is_asked_once_and_every_0_steps_means_after_the_last(toy_dir, tmp_path, monkeypatch):
     """Past bug: a few held-out rows were repeated to fill a batch."""
     few, batches, make = tmp_path / "few.parquet", [], sft.Batches.make
@@ -174,32 +116,13 @@ def test_each_held_out_row_is_asked_once_and_every_0_steps_means_after_the_last(
     assert [path.name for path in (tmp_path / "run" / "state").iterdir()] == ["step-00000002"]
 
 
-def test_the_loss_falls_and_everything_is_written_down(uninterrupted):
-    lines = metrics(uninterrupted)
+def test_the_loss_falls_and_everything_is_written_down(toy_dir, tmp_path):
+    val = {"sources": [{"path": str(toy_dir / "sft_val.parquet")}]}
+    lines = train(tmp_path / "run.yaml", toy_dir, val=val, eval_every=6)
     assert [line["step"] for line in lines] == list(range(12))
     assert lines[-1]["loss"] < lines[0]["loss"] - 0.5 and lines[-1]["val_loss"] < lines[5]["val_loss"]
-    assert lines[0]["lr"] < lines[1]["lr"] < lines[2]["lr"] > lines[-1]["lr"]
-    assert all(line["grad_norm"] > 0 for line in lines)
-    assert len(list((uninterrupted / "state").iterdir())) == 2  # keep: 2
-    assert config.load(SFTConfig, uninterrupted / "config.yaml").steps == 12
-    assert (uninterrupted / "model" / "rollout.json").read_text() == '{"think_prefix": false}'  # for an evaluation
-
-
-CALL = '<tool_call>{{"name": "{}", "arguments": {{}}}}</tool_call>'
-
-
-@pytest.mark.parametrize("agent, said, refused", [
-    ("main", CALL.format("crop_video"), ""),
-    ("main", CALL.format("search"), r"'search': .*\['crop_video'\]"),
-    ("main", "<tool_code>print(search(query='x'))</tool_code>", "'search'"),
-    ("main", "<tool_call>search</tool_call>", ""),  # --check-data counts it
-    ("direct", CALL.format("crop_video"), r"'crop_video': .*\[\]"),
-])  # fmt: skip
-def test_a_call_of_a_tool_that_is_not_offered_is_refused(toy_renderer, videos, schemas, agent, said, refused):
-    messages = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": said}]
-    dialogue = parse_dialogue({"messages": messages, "agent": agent}, "rows:0", Path("/"))
-    with pytest.raises(RowError, match=refused) if refused else contextlib.nullcontext():
-        sft.encode_dialogue(dialogue, videos, toy_renderer, schemas)
+    assert lines[1]["lr"] > lines[-1]["lr"] and all(line["grad_norm"] > 0 for line in lines)
+    assert (tmp_path / "run" / "model" / "rollout.json").read_text() == '{"think_prefix": false}'  # for an evaluation
 
 
 def test_an_ending_run_reports_no_rows(toy_dir, toy_renderer, tmp_path, capsys):
@@ -212,14 +135,10 @@ def test_an_ending_run_reports_no_rows(toy_dir, toy_renderer, tmp_path, capsys):
     assert not batches.dataset.bad and "unusable" not in capsys.readouterr().err
 
 
-def test_a_step_without_a_usable_row_is_refused(toy_dir, tmp_path):
-    """Past bug: a run without one usable row trained nothing and ended with "done"."""
+def test_a_step_without_a_usable_row_is_refused_and_held_out_rows_without_one_have_no_loss(toy_dir, tmp_path):
+    """Past bugs: a run without one usable row trained nothing and ended with "done". Its val_loss was 0."""
+    assert batch_loss(None, []) == {"tokens": 0}
     data = {"sources": [{"path": str(toy_dir / "sft.parquet")}], "max_bad_fraction": 1.0}
     with pytest.raises(DataError, match="step 1: .*pack_tokens = 20"):
         train(tmp_path / "run.yaml", toy_dir, data=data, steps=4, pack_tokens=20)
     assert not (tmp_path / "run" / "model").exists()
-
-
-def test_a_held_out_set_without_a_usable_row_has_no_loss():
-    """Past bug: its val_loss was 0."""
-    assert batch_loss(None, []) == {"tokens": 0}

@@ -39,35 +39,24 @@ def test_the_tables_of_results(tmp_path, golden, capsys):
     golden("eval_table.txt", capsys.readouterr().out)
 
 
-@pytest.fixture
-def toy(tmp_path) -> tuple[str, str]:
-    """The toy's trainings and evaluations, and where they are."""
+def test_the_toys_ablation_prints_beside_the_papers(tmp_path, golden, capsys):
+    """What is missing is empty, and the paper's f stands in the column of its scale. A start has the first step of plain GRPO, a
+    training the mean of its steps: of f, 0.40 and 0.20."""
     write_runs(tmp_path, "ablation")
     for name, steps in RESULTS["metrics"].items():
         (tmp_path / name).mkdir()
         text = "".join(json.dumps(step) + "\n" for step in steps)
         (tmp_path / name / "metrics.jsonl").write_text(text + '{"f": 0.')  # a running training's last line
-    return f"{tmp_path}/NAME", f"{tmp_path}/eval/NAME"
-
-
-def test_the_toys_ablation_prints_beside_the_papers(toy, golden, capsys):
-    """What is missing is empty, and the paper's f stands in the column of its scale."""
-    tables.main(["ablation", *toy])
+    tables.main(["ablation", f"{tmp_path}/NAME", f"{tmp_path}/eval/NAME"])
     golden("eval_ablation.txt", capsys.readouterr().out)
 
 
-def test_a_start_has_the_first_step_of_plain_grpo_and_a_training_the_mean_of_its_steps(toy):
-    start = tables.ablation_cells({"run": "grpo", "steps": 1, "eval": "sft"}, *toy)
-    assert start == {"steps": "1", "f": "0.40", "f_release": "0.20", "kappa": "2.00", "toy, K=4": "50.0"}
-    mean = tables.ablation_cells({"run": "grpo"}, *toy)
-    assert mean == {"steps": "3", "f": "0.20", "f_release": "0.10", "kappa": "1.00"}
-    assert tables.ablation_cells({"eval": "paragrpo", "arm": "sequential"}, *toy) == {"toy, K=4": "50.0"}
-
-
-@pytest.mark.parametrize("place, named", [("nowhere/NAME", "nowhere/NAME"), ("runs/toy", "runs/toy: write NAME")])
-def test_a_place_without_runs_is_refused(place, named):
-    with pytest.raises(SystemExit, match=f"error: .*{named}"):
-        tables.main(["ablation", place, "runs/eval/NAME"])
+@pytest.mark.parametrize(
+    "words", ["ablation nowhere/NAME runs/eval/NAME", "ablation nowhere runs/NAME", "table nowhere"]
+)
+def test_a_place_without_runs_is_refused(words):
+    with pytest.raises(SystemExit, match="error: .*nowhere"):
+        tables.main(words.split())
 
 
 # ------------------------------------------------------------------------------------------------ numbers
@@ -108,6 +97,11 @@ def test_the_published_scores_have_the_average_of_the_project_page(name, average
     assert tables.average_cell(scores, published["columns"]) == average
     scores.pop("charades")
     assert tables.average_cell(scores, published["columns"]) == ""
+    assert (
+        {len(row["scores"]) for row in published["rows"]}
+        == {7}
+        == {len(published["frames"]), len(published["columns"])}
+    )
 
 
 def test_costs_and_rates_are_means_over_all_items():
@@ -165,10 +159,3 @@ def test_output_that_nobody_reads_to_its_end_stops_in_silence(tmp_path, command)
     ended = subprocess.run([sys.executable, *command], cwd=tmp_path, env=environment, **pipes)
     os.close(writer)
     assert ended.stderr == ""
-
-
-@pytest.mark.slow
-def test_the_exit_status_of_a_table_reaches_the_shell():
-    ended = subprocess.run([sys.executable, "eval.py", "table", "nowhere"], cwd=REPO, capture_output=True, text=True)
-    assert ended.returncode == 1
-    assert ended.stderr.startswith("error: no results in nowhere")

@@ -20,16 +20,7 @@ from tiny import CONTRACT
 import tools
 from episode import Task, episode_record
 from runtime.video import Clip
-from tools import (
-    TOOLS,
-    ClipForSubagent,
-    ToolError,
-    crop_video,
-    make_tool,
-    parse_calls,
-    read_time,
-    run_tool,
-)
+from tools import TOOLS, ClipForSubagent, ToolError, crop_video, make_tool, parse_calls, read_time, run_tool
 
 TASK = Task("t", "What happens?", ("/data/first.mp4", "/data/second.mp4"), "oe", "")
 
@@ -50,7 +41,7 @@ CALLS = yaml.safe_load((Path(__file__).parent / "calls.yaml").read_text("utf-8")
 TOO_LONG = crop().replace("</tool_call>", " " * 5000 + "</tool_call>")
 
 
-@pytest.mark.parametrize("case", [*CALLS, {"name": "too long", "calls": ["unparseable"], "text": TOO_LONG}], ids=lambda case: case["name"])  # fmt: skip
+@pytest.mark.parametrize("case", [*CALLS["texts"], {"name": "too long", "calls": ["unparseable"], "text": TOO_LONG}], ids=lambda case: case["name"])  # fmt: skip
 def test_each_call_is_read_or_fails_alone(case):
     calls = parse_calls(case["text"], 2)
     assert [call.error or call.arguments for call in calls] == case["calls"]
@@ -124,26 +115,10 @@ def test_times_are_read_as_people_write_them_and_others_are_a_text_for_the_model
     assert caught.value.kind == "bad_arguments" and len(str(caught.value)) < 120
 
 
-@pytest.mark.parametrize(
-    "arguments, window",
-    [
-        ({"start_time": -10, "end_time": 5}, (0, 5)),
-        ({"start_time": 50, "end_time": 1e308}, (50, 60)),
-        ({"start_time": "-1", "end_time": "0:45"}, (0, 45)),
-        ({"start": 1, "end": "0:05"}, (1, 5)),  # as other models call it
-        ({"start_time": 1, "end": 5}, (1, 5)),
-        ({"start_time": 1, "end_time": 5, "start": 2, "end": 3}, (1, 5)),  # the names of the schema come first
-        ({"start": 1, "end": "soon"}, "end_time .* 'soon'"),
-        (
-            {"start_time": 0, "end_time": 5, "video_path": "/etc/passwd"},
-            "first.mp4, second.mp4",
-        ),  # not another video's report
-        *(({"start_time": a, "end_time": b}, "from 0 to 60.0 seconds") for a, b in ((10, 10), (60, 70), (-9, -1))),
-    ],
-)
+@pytest.mark.parametrize("arguments, window", CALLS["windows"])
 def test_windows_are_clamped_and_an_impossible_one_names_the_range(arguments, window):
     with pytest.raises(ToolError, match=window) if isinstance(window, str) else nullcontext():
-        assert look(**arguments).window == window
+        assert look(**arguments).window == tuple(window)
 
 
 @settings(max_examples=80)
@@ -163,13 +138,6 @@ def test_every_window_that_runs_lies_in_the_video_and_holds_what_it_says(start, 
         assert all(low <= t <= high for t in clip.frames.times)
 
 
-@pytest.mark.parametrize("path, video", [("second.mp4", 1), ("../second.mp4", 1), ("../first.mp4", 0), (None, 0)])
-def test_the_models_path_only_picks_among_the_tasks_own_videos(path, video):
-    videos = MemoryVideos()
-    look(videos, video_path=path, start_time=0, end_time=5)
-    assert set(videos.opened) == {TASK.videos[video]}
-
-
 @pytest.mark.parametrize("end, wanted, shown", [(20, 1, 1), (20, 2, 2), (20, 99, 4), (2, None, 2), (2, 4, 4)])
 def test_the_model_may_ask_for_fewer_frames_or_for_more(end, wanted, shown):
     """More frames than the contract's rate gives for a short window, but never more than crop_max_frames."""
@@ -182,11 +150,6 @@ def test_a_tool_that_is_not_offered_in_this_run_is_unknown():
     with pytest.raises(ToolError, match="'crop_video'; there is look_up, read") as caught:
         run_tool(call, TASK, ("look_up", "read"), MemoryVideos(), CONTRACT)
     assert caught.value.kind == "unknown_tool"
-
-
-def test_the_published_schema_is_what_the_published_model_was_shown():
-    """Compare byte by byte, because the schema is part of the prompt. Only tools that describe arguments show descriptions."""
-    assert json.dumps(TOOLS["crop_video"].schema) == '{"type": "function", "function": {"name": "crop_video", "description": "Look closely at a part of the video. Times are in seconds.", "parameters": {"type": "object", "properties": {"video_path": {"type": "string"}, "start_time": {"type": "number"}, "end_time": {"type": "number"}, "num_frames": {"type": "integer"}}, "required": ["start_time", "end_time"]}}}'  # fmt: skip
 
 
 # ---- what a tool returns

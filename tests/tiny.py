@@ -1,18 +1,16 @@
 """Tiny random models of both families, without a tokenizer (`write`) or with one (`build`); random bundles and requests; and two
 oracles: plain transformers for log-probs, and a reference implementation of the GPU's attention kernels."""
 
-import contextlib
 import json
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoConfig, AutoModelForImageTextToText, GenerationConfig, PreTrainedModel
 
 from episode import NO_PROMPT, Prompt, Trajectory
@@ -64,10 +62,7 @@ def of_family(model_type: str, mrope_section: list[int], head_dim: int) -> tuple
     return {"rope_parameters": rope}, {"window_size": 56, "fullatt_block_indexes": [1]}  # windows of 2 x 2 tokens
 
 
-def write(
-    path: Path, tied: bool = True, seed: int = 0, text: dict | None = None, vision: dict | None = None,
-    model_type: str = "qwen3_vl",
-) -> Path:  # fmt: skip
+def write(path: Path, tied=True, text: dict | None = None, vision: dict | None = None, model_type="qwen3_vl") -> Path:
     """Write a checkpoint of random weights that are large enough to make attention far from uniform."""
     own_text, own_tower = of_family(model_type, [4, 2, 2], head_dim=16)
     sizes = {"vocab_size": VOCABULARY, "intermediate_size": 96, "num_hidden_layers": 3} | own_text
@@ -76,7 +71,7 @@ def write(
     tower = {"depth": 3, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2} | own_tower
     sizes |= {"tie_word_embeddings": tied} | (text or {})
     tower |= {"out_hidden_size": sizes["hidden_size"]} | (vision or {})
-    model = random_model(model_type, sizes, tower, TOKENS, seed)
+    model = random_model(model_type, sizes, tower, TOKENS, seed=0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -105,11 +100,8 @@ def random_model(model_type: str, text: dict, vision: dict, ids: dict[str, int],
     return model
 
 
-def build(
-    path: Path, seed: int = 0, model_type: str = "qwen3_vl", contract: VisualContract | None = None,
-    vision: dict | None = None, **sizes,
-) -> Path:  # fmt: skip
-    """Write a checkpoint with a tokenizer and a chat template."""
+def build(path: Path, seed=0, model_type="qwen3_vl", contract=None, vision: dict | None = None, **sizes) -> Path:
+    """Write a checkpoint with a tokenizer and a chat template. `contract`: None is the family's."""
     prompts = [system_prompt(with_tools=True), subagent_system_prompt()]
     tokenizer = toy.build_tokenizer([*prompts, CHAT_TEMPLATE, json.dumps(TOOLS[TOOL].schema)], 512)
     contract = contract or (CONTRACT if model_type == "qwen3_vl" else CONTRACT_14)
@@ -119,11 +111,8 @@ def build(
     tower = {"depth": 2, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "patch_size": contract.patch}
     tower |= own_tower
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in toy.ADDED}
-    text |= {
-        "tie_word_embeddings": True,
-        "bos_token_id": ids["<|endoftext|>"],
-        "eos_token_id": ids["<|im_end|>"],
-    } | sizes
+    text |= {"tie_word_embeddings": True, "bos_token_id": ids["<|endoftext|>"], "eos_token_id": ids["<|im_end|>"]}
+    text |= sizes
     tower |= {"out_hidden_size": text["hidden_size"]} | (vision or {})
     toy.write_checkpoint(path, random_model(model_type, text, tower, ids, seed), tokenizer, contract)
     if model_type == "qwen2_5_vl":
@@ -142,10 +131,8 @@ def as_published(path, folder):
     config = json.loads((folder / "config.json").read_text())
     text = config.pop("text_config")
     rope = text.pop("rope_parameters")
-    text |= {
-        "rope_theta": rope["rope_theta"],
-        "rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]},
-    }
+    text |= {"rope_theta": rope["rope_theta"]}
+    text |= {"rope_scaling": {"type": "mrope", "mrope_section": rope["mrope_section"]}}
     for name in ("model_type", "architectures"):
         text.pop(name, None)
     (folder / "config.json").write_text(json.dumps(text | config))
@@ -166,8 +153,8 @@ STOCK_TEMPLATE = """
 """.replace("\\n", "{{ '\\n' }}").strip()
 
 
-def plain(path: Path, attention: str = "eager") -> PreTrainedModel:
-    return AutoModelForImageTextToText.from_pretrained(path, attn_implementation=attention, dtype=torch.float32)
+def plain(path: Path) -> PreTrainedModel:
+    return AutoModelForImageTextToText.from_pretrained(path, attn_implementation="eager", dtype=torch.float32)
 
 
 def noise(count: int, seed: int = 0, width: int = 64, height: int = 64) -> Clip:
@@ -237,24 +224,20 @@ def plain_inputs(model, ids: list[int], clips: list[Clip]) -> dict[str, torch.Te
     return given
 
 
-def plain_logprobs(model, never_sampled, ids: list[int], clips: list[Clip], temperature: float = 1.0) -> torch.Tensor:
-    """Return log pi of every token of a row except the first, from one plain forward without the banned ids: [L - 1]."""
+def plain_distributions(model, never_sampled, ids: list[int], clips: list[Clip], temperature=1.0) -> torch.Tensor:
+    """Return the log-probs after each token of a row over the vocabulary without the banned ids, from one plain forward: [L, V]."""
     logits = model(**plain_inputs(model, ids, clips)).logits[0].float()
-    logits = logits.index_fill(1, torch.tensor(never_sampled), -torch.inf)
-    logprobs = (logits / (temperature or 1.0)).log_softmax(-1)[:-1]
+    return (logits.index_fill(1, torch.tensor(never_sampled), -1e9) / (temperature or 1.0)).log_softmax(-1)
+
+
+def plain_logprobs(model, never_sampled, ids: list[int], clips: list[Clip], temperature: float = 1.0) -> torch.Tensor:
+    """Return log pi of every token of a row except the first: [L - 1]."""
+    logprobs = plain_distributions(model, never_sampled, ids, clips, temperature)[:-1]
     return logprobs.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
 
 
 def gradients(model) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-@contextlib.contextmanager
-def rates_of_updates() -> Iterator[list[float]]:
-    """Collect the learning rate of each optimizer step inside the block."""
-    rates = []
-    with register_optimizer_step_post_hook(lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"])):
-        yield rates
 
 
 def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], tolerance: float) -> None:
@@ -264,20 +247,16 @@ def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert (found[name] - wanted).norm() <= tolerance * wanted.norm() + 1e-8, name
 
 
-def plain_scores(model, bundles, rows_of, temperature: float = 1.0, banned=NEVER_SAMPLED):
-    """Return what `policy(bundles)` must return, from each row alone and a softmax over a vocabulary without `banned`."""
-    allowed = [token for token in range(VOCABULARY) if token not in banned]
+def plain_scores(model, bundles, rows_of, temperature: float = 1.0):
+    """Return what `policy(bundles)` must return, from each row alone."""
     logprobs, entropies = [torch.zeros(0)], [torch.zeros(0)]
     for b, rows in zip(bundles, rows_of):
         for target, row in zip(b.rows, rows):
-            wanted = [j for j, m in enumerate(target.mask) if m]
-            if not wanted:
-                continue
-            logits = model(**plain_inputs(model, row.ids, row.clips)).logits[0]
-            before = [len(b.prompt.ids) + j - 1 for j in wanted]
-            log = torch.log_softmax(logits[before][:, allowed] / temperature, -1)
-            logprobs.append(log[range(len(wanted)), [allowed.index(target.ids[j]) for j in wanted]])
-            entropies.append(-(log.exp() * log).sum(-1))
+            at = [len(b.prompt.ids) + j for j, m in enumerate(target.mask) if m]
+            if at:
+                log = plain_distributions(model, NEVER_SAMPLED, row.ids, row.clips, temperature)[[j - 1 for j in at]]
+                logprobs.append(log[range(len(at)), [row.ids[j] for j in at]])
+                entropies.append(-(log.exp() * log).sum(-1))
     return torch.cat(logprobs), torch.cat(entropies)
 
 
