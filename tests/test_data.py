@@ -225,7 +225,7 @@ def checked(toy_dir, trap, capsys):
 def test_training_rejects_the_rows_that_check_data_names_for_the_same_reasons(
     checked, toy_renderer, videos, caplog, monkeypatch
 ):
-    """A row that nobody foresaw costs itself, and is named with what it raised."""
+    """A row that raises an unforeseen error is left out, and its reason names the error."""
     monkeypatch.setattr(dataset, "_logged", set())
     whys = {
         "RecursionError": "[" * 100_000,

@@ -180,7 +180,7 @@ def check(world: World, renderer) -> list[Episode]:
     elif lost:
         assert lost == {"EngineError"} and (None in world.turns or "max_context" in group.episodes[0].error)
 
-    # The engine knew who asks. Each request has its own seed and the settings of its agent. Calls that may not run ask nobody.
+    # The engine was told how many ask. Each request has its own seed and its agent's settings. A call that may not run sends none.
     assert engine.expected == 0 <= engine.least_expected and not engine.late
     assert len({request.seed for request in engine.asked}) == len(engine.asked)
     for request in engine.asked:

@@ -51,8 +51,11 @@ def test_a_row_is_asked_in_both_ways(row):
     # Past bug: rows were written for 8 GPUs and refused on other machines.
     assert own.rollout.server_gpus is agent.server_gpus is None
     assert own.decoders == cfg.decoders == min(64, os.cpu_count())
-    # A request takes 906 MB of the host's memory, one of our agent 113. An API allows fewer at once.
+    # A request takes 906 MB of the host's memory, one of our agent 113.
     assert (agent.concurrency, own.rollout.concurrency) == (64, 256 if cfg.agentic else 64)
+
+
+def test_an_api_gets_few_requests_at_once():
     assert load("row=gpt4o").rollout.concurrency == 8
 
 
