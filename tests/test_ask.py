@@ -13,7 +13,7 @@ from rollout import AgentContext, RolloutConfig
 from runtime.prompts import Prompts
 from study import ask
 
-LOOK = f"I look twice.</think>{crop(0, 30)}{crop(30, 60)}{crop(9, 5)}<|im_end|>"
+LOOK = f"I look twice.</think>{crop(0, 30)}{crop(30, 30.5)}{crop(9, 5)}<|im_end|>"
 LAST = "Red.</think><answer>red</answer><|im_end|>"
 
 
@@ -39,7 +39,7 @@ def test_the_terminal_has_thoughts_and_calls_and_the_trace_finds_its_videos_from
     in_order = lambda lines: "".join(sorted(lines[0].splitlines(True)))  # noqa: E731  # calls come in any order
     golden("ask.txt", re.sub(r"(  .*\n)+", in_order, told))
     [episode] = load_episodes(tmp_path / "t.json")
-    assert [call.window for call in episode.calls] == [(0, 30), (30, 60), None]
+    assert [call.window for call in episode.calls] == [(0, 30), (30, 30.5), None]
     assert len(episode.main.clips[0].times) == 4
     assert episode.task.videos == ("/v.mp4",)
 

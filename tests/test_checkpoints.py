@@ -32,7 +32,7 @@ from runtime.config import ConfigError
 from runtime.distributed import gather, mean_over_ranks, rank, sum_over_ranks
 from runtime.inprocess import InProcess
 from runtime.policy import PolicyConfig
-from runtime.render import load_tokenizer
+from runtime.render import CHAT_TEMPLATE, load_tokenizer
 from runtime.run import OptimConfig, make_optimizer
 from runtime.visual import VisualContract
 from runtime.weights import run_memory, snapshot_folders
@@ -195,6 +195,7 @@ def test_a_published_qwen25_vl_is_exported_under_its_published_names_and_says_th
     assert written.keys() == stored.keys()
     assert all(torch.equal(written[name], stored[name]) for name in stored)
     assert tiny.renderer(tmp_path / "out").contract == tiny.CONTRACT_14
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == CHAT_TEMPLATE  # its own renders no tools
     exported, prompt = tiny.plain(tmp_path / "out"), tiny.prompts_of(renderer)[3]
     ours, theirs = (tiny.plain_logprobs(m, renderer.never_sampled, prompt.ids, prompt.clips) for m in (exported, model))
     assert torch.equal(ours, theirs)

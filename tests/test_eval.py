@@ -272,6 +272,10 @@ def test_a_model_opens_its_turns_as_it_was_trained_to_unless_the_config_says_oth
     assert as_trained(replace(asked, think_prefix=False), tmp_path).think_prefix is False
 
 
+def test_episodes_run_as_many_at_once_as_the_servers_have_room_for(write):
+    assert load(write(), "rollout.server_gpus=[0, 1]").rollout.at_once == 64
+
+
 def test_what_is_missing_or_was_trained_otherwise_is_named_and_a_dry_run_downloads_nothing(write, refused, capsys):
     refused(load(write(), "splits={toy: nowhere, mlvu: gone}"), "^toy: nowhere: .*\nmlvu: gone: ")
     refused(load(write(), "visual={frame_pixels: 4096}"), "4096, the checkpoint 1024")

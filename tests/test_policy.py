@@ -5,6 +5,7 @@ import math
 import os
 import sys
 import types
+from collections import Counter
 from dataclasses import replace
 from unittest import mock
 
@@ -160,6 +161,18 @@ def test_every_pass_runs_the_tower_once_and_reaches_every_parameter(path, cell):
         grads = gradients(policy, scores.logprobs.sum())
         assert len(grads) == len(list(policy.parameters())) and all(g.isfinite().all() for g in grads.values())
         assert count != 0 or not any(g.any() for g in grads.values())
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_the_blocks_that_train_are_computed_again_in_the_backward_pass(path, cell, trains):
+    policy = load_policy(PolicyConfig(str(path), freeze=() if trains else ("vision",)), tiny.NEVER_SAMPLED)
+    runs = Counter()
+    for part, block in (("text", policy.text.layers[0]), ("tower", policy.vision.blocks[0])):
+        block.mlp.register_forward_pre_hook(lambda *_, part=part: runs.update([part]))
+    scores = policy(tiny.random_bundles(4, cell=cell)[0])
+    once = dict(runs)
+    gradients(policy, scores.logprobs.sum())
+    assert runs == {"text": 2 * once["text"], "tower": (1 + trains) * once["tower"]}
 
 
 def test_bundles_that_contradict_themselves_are_refused(shared, cell):
