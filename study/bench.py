@@ -1,10 +1,7 @@
 """bench.py: three claims of speed on a CPU, each as a plain side and ours, which do the same work.
 
-    python -m study.toy build toy_data       # a model and a video
-    python -m study.bench                    # about two minutes; prints the table of results/bench.md
-
-Both sides run once before the clock does, and a different result ends the program. Then they take turns, since what else the
-machine does hits neighbours alike: a gain is the median over pairs of neighbours.
+python -m study.toy build toy_data       # a model and a video
+python -m study.bench                    # about two minutes; prints the table of results/bench.md
 """
 
 import time
@@ -12,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,41 +35,38 @@ MODEL = TOY / "model"
 RENDERER = Renderer(load_tokenizer(MODEL), toy.CONTRACT)
 
 
-def versus(what: str, plain: Callable, ours: Callable, same: Callable, repeats: int = 3) -> dict[str, str]:
-    """Compare the results of both sides, then time them in turns."""
+def compare(what: str, plain: Callable[[], Any], ours: Callable[[], Any], same: Callable[[Any, Any], bool]) -> dict:
+    """Time both sides in turns, because what else the machine does hits neighbours alike. Refuse sides that differ."""
     assert same(plain(), ours()), f"{what}: the sides differ"
-    seconds = {plain: [], ours: []}
-    for _ in range(repeats):
+    pairs = []
+    for _ in range(3):
+        times = [time.perf_counter()]
         for side in (plain, ours):
-            began = time.perf_counter()
             side()
-            seconds[side].append(time.perf_counter() - began)
-    gains = [one / other for one, other in zip(seconds[plain], seconds[ours])]
+            times.append(time.perf_counter())
+        pairs.append(np.diff(times))
+    seconds = [f"{median(side):.3g}" for side in zip(*pairs)]
+    gains = [slow / fast for slow, fast in pairs]
     gain = f"{median(gains):.3g}x ({min(gains):.3g} - {max(gains):.3g})"
-    return {
-        "what": what,
-        "plain, s": f"{median(seconds[plain]):.3g}",
-        "ours, s": f"{median(seconds[ours]):.3g}",
-        "gain": gain,
-    }
+    return {"what": what, "plain, s": seconds[0], "ours, s": seconds[1], "gain": gain}
 
 
 def random_prompt(frames: int, side: int, seed: int = 0) -> Prompt:
     """Draw a prompt of words and square frames of `side` pixels."""
-    rng = np.random.default_rng(seed)
-    clip = Clip(rng.integers(0, 256, (frames, side, side, 3), dtype=np.uint8), tuple(map(float, range(frames))))
-    rendered = RENDERER.render([{"role": "user", "content": [clip, "Which color flashes?"]}], generate=True)
-    return Prompt(rendered.ids, [clip])
+    pixels = np.random.default_rng(seed).integers(0, 256, (frames, side, side, 3), dtype=np.uint8)
+    clip = Clip(pixels, tuple(map(float, range(frames))))
+    return Prompt(
+        RENDERER.render([{"role": "user", "content": [clip, "Which color flashes?"]}], generate=True).ids, [clip]
+    )
 
 
-def update() -> dict[str, str]:
+def update() -> dict:
     """Compute an update's gradient: a pass per rollout, or the group in one sequence with its prompt once."""
     policy = load_policy(PolicyConfig(str(MODEL), dtype="fp32", freeze=("vision",)))
     prompt = random_prompt(64, side=256)  # 64 tokens a frame
     rows = [Trajectory(prompt, [100] * n, [1] * n) for n in range(200, 601, 57)]
     for row in rows:
         row.loss_weights = row.logprobs = [1.0] * len(row.ids)
-    alone, group = [Bundle(prompt, [row]) for row in rows], [Bundle(prompt, rows)]
 
     def gradient(bundles: list[Bundle]) -> torch.Tensor:
         policy.zero_grad()
@@ -79,15 +74,10 @@ def update() -> dict[str, str]:
             policy([bundle]).logprobs.sum().backward()
         return torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
 
-    def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-        return bool((one - other).norm() < 1e-4 * one.norm())
-
-    return versus(
-        f"update, {len(rows)} rollouts of a prompt with 64 frames",
-        partial(gradient, alone),
-        partial(gradient, group),
-        same,
-    )
+    alone = partial(gradient, [Bundle(prompt, [row]) for row in rows])
+    group = partial(gradient, [Bundle(prompt, rows)])
+    close = lambda one, other: bool((one - other).norm() < 1e-4 * one.norm())  # noqa: E731
+    return compare("update, 8 rollouts of a prompt with 64 frames", alone, group, close)
 
 
 class SlowReports(Engine):
@@ -101,29 +91,25 @@ class SlowReports(Engine):
         return Sample(said, [-1.0] * len(said), "stop", 0)
 
 
-def dispatch() -> dict[str, str]:
+def dispatch() -> dict:
     """Run an episode's calls: each in a turn of its own, or all in one turn, in threads."""
     calls = parse_calls("".join(toy.call(2 * i, 2 * i + 16) for i in range(8)))
     task = Task("", toy.question(""), (str(TOY / "videos" / "rl00000.mp4"),), "oe", "red")
+    episode = Episode(task, 4, Trajectory(random_prompt(4, side=32)))
     cfg = RolloutConfig(max_calls=len(calls))
     with Videos(workers=2, cache_bytes=0) as videos:
         context = AgentContext(SlowReports(), RENDERER, videos, cfg)
-        episode = Episode(task, 4, Trajectory(random_prompt(4, side=32)))
 
         def reports(turns: list[list]) -> list[str]:
             return [call.text for turn in turns for call in run_calls(context, agent_flow(cfg), episode, turn, seed=0)]
 
-        return versus(
-            f"{len(calls)} calls, reports of 0.25 s",
-            partial(reports, [[call] for call in calls]),
-            partial(reports, [calls]),
-            list.__eq__,
-        )
+        one_by_one, at_once = partial(reports, [[call] for call in calls]), partial(reports, [calls])
+        return compare("8 calls, reports of 0.25 s", one_by_one, at_once, list.__eq__)
 
 
-def engine() -> dict[str, str]:
+def engine() -> dict:
     """Sample 8 prompts of 4 to 64 frames, 8 times each, greedily: transformers' generate on one padded batch, or inprocess.py."""
-    plain = AutoModelForImageTextToText.from_pretrained(MODEL, dtype=torch.float32)
+    plain: Any = AutoModelForImageTextToText.from_pretrained(MODEL, dtype=torch.float32)
     ours = InProcess(MODEL, RENDERER)
     pad = plain.generation_config.pad_token_id
     prompts = [random_prompt((4, 8, 16, 32, 64)[i % 5], 64, seed=i) for i in range(8)]
@@ -134,12 +120,16 @@ def engine() -> dict[str, str]:
         ids = torch.tensor([[pad] * (longest - len(row)) + row for row in rows])  # [B, P]
         pixels, grid = patchify([clip for prompt in prompts for clip in prompt.clips * 8])
         types = (ids == plain.config.image_token_id).int()
-        images = {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": types}
-        rules = {"max_new_tokens": 32, "do_sample": False, "bad_words_ids": [[t] for t in RENDERER.never_sampled]}
+        images: dict[str, Any] = {"pixel_values": pixels, "image_grid_thw": grid, "mm_token_type_ids": types}
+        rules: dict[str, Any] = {
+            "max_new_tokens": 32,
+            "do_sample": False,
+            "bad_words_ids": [[t] for t in RENDERER.never_sampled],
+        }
         return plain.generate(input_ids=ids, attention_mask=(ids != pad).int(), **images, **rules)[:, longest:].tolist()
 
     def ragged() -> list[list[int]]:
-        said = {"ids": [], "clips": [], "max_new_tokens": 32, "temperature": 0.0, "seed": 0}
+        said: dict[str, Any] = {"ids": [], "clips": [], "max_new_tokens": 32, "temperature": 0.0, "seed": 0}
         jobs = {(i, j): partial(ours.generate, prompt, **said) for i, prompt in enumerate(prompts) for j in range(8)}
         sampled = run_all(ours, jobs, len(jobs))
         return [sampled[name].ids for name in jobs]
@@ -147,7 +137,7 @@ def engine() -> dict[str, str]:
     def same(one: list, other: list) -> bool:  # up to what pads the rows that ended before others
         return all(row[: len(said)] == said for row, said in zip(one, other, strict=True))
 
-    row = versus("engine, 8 prompts, each 8 times", padded, ragged, same)
+    row = compare("engine, 8 prompts, each 8 times", padded, ragged, same)
     ours.close()
     return row
 
@@ -156,5 +146,5 @@ if __name__ == "__main__":
     rows = [update(), dispatch(), engine()]
     print(markdown("#### Two sides that do the same work", list(rows[0]), rows))
     print(
-        f"\n`python -m study.bench` at commit {git_commit()}; {torch.get_num_threads()} threads; torch {torch.__version__}."
+        f"\n`python -m study.bench` at commit {git_commit()}; {torch.get_num_threads()} threads, torch {torch.__version__}."
     )
