@@ -182,7 +182,7 @@ def accumulate(
 
     `temperature`: the one at which the tokens were sampled."""
     # L = sum of l_i,t over all sampled tokens of all ranks / their number
-    sums = {"tokens": 0.0, "loss": 0.0, "logprob_gap": 0.0, "entropy": 0.0}  # also on a rank without bundles
+    sums = {"tokens": 0.0, "loss": 0.0, "logprob_gap": 0.0}  # also on a rank without bundles
     largest_gap = 0.0
     for micro in micro_batches(bundles, cfg.train_tokens):
         losses, stats = micro_batch_losses(policy, reference, micro, temperature, cfg)

@@ -136,7 +136,8 @@ def f_release(text: str, cfg: RewardConfig) -> float:
     sampled text of all turns. It lacks a forced <think>, so a tidy direct answer scores 0.5."""
     # s = w_think * [thinks] + w_answer * [answers] + w_think_before_call * [thinks and calls, and <think> comes first]
     # R_anchor = alpha * [thinks and closed] + beta * [thinks, closed and answers] - gamma * [opened and not closed]
-    # f = min(1, s + lambda * R_anchor + 0.1 * [s + lambda * R_anchor > 0, and the tags are balanced])
+    # u = s + lambda * R_anchor; with credit off, u = s
+    # f = min(1, u + 0.1 * [u > 0, and the tags are balanced])
     thinks = len(release_thought(text)) >= MIN_CHARS
     answers = any(part.partition("<answer>")[2].strip() for part in text.split("</answer>")[:-1])
     before_calls = re.split("<tool_call>|<tool_code>", text)[0]

@@ -2,7 +2,7 @@
 # From a blank node with eight GPUs of 80 GB to the paper's tables: environment, data, cold start, the six trainings of the
 # ablation, evaluations. docs/node.md explains what the commands print. No node has run this file yet. A test runs it on the toy.
 #
-#   bash node.sh --print           # prints the commands
+#   bash node.sh --print           # prints the commands (`unpack` is below; all but the first run in .venv-node)
 #   bash node.sh                   # runs them. A second call goes on where the first one stopped
 #   bash node.sh SETTINGS          # with other values of what stands in capitals below (tests/toy_node.sh)
 set -euo pipefail
@@ -38,8 +38,9 @@ once() { # RESULT COMMAND...: run a command, unless its result is there
 }
 
 unpack() { # ARCHIVES FOLDER: unpack all archives of a folder; some are split into parts
-    find "$1" -name '*.zip' -exec unzip -q -n {} -d "$2" \;
-    find "$1" -name '*.tar' -exec tar -x -C "$2" -f {} \;
+    # xargs reports a failure; find -exec would hide it.
+    find "$1" -name '*.zip' -print0 | xargs -0 -r -I{} unzip -q -n {} -d "$2"
+    find "$1" -name '*.tar' -print0 | xargs -0 -r -I{} tar -x -C "$2" -f {}
     if compgen -G "$1/*.tar.part.*" > /dev/null; then cat "$1"/*.tar.part.* | tar -x -C "$2"; fi
 }
 
@@ -54,7 +55,7 @@ evaluate() { # NAME WORDS...
 }
 
 # ---- environment
-once .venv-node python3 -m venv .venv-node
+if [ "$print" ] || [ ! -e .venv-node/.installed ]; then run python3 -m venv .venv-node; fi
 export PATH=$PWD/.venv-node/bin:$PATH
 once .venv-node/.installed pip install -r requirements.lock
 

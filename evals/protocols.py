@@ -3,7 +3,7 @@
     episode, answer = run_protocol(context, item, k, seed, Prompting("video_zoomer"))
 
     agent                   our agent, as in training
-    direct, think, ...      one turn without tools; seven prompts (VideoRFT: video_r1). rewatch_r1 has its own overview
+    direct, think, ...      one turn without tools. Seven protocols, each with its own prompt; VideoRFT is asked by video_r1
     conan                   names clips, and gets their unseen frames in a user turn
     longvt                  calls crop_video, and gets the frames themselves in the tool turn
     video_zoomer            requests one segment per turn, at a frame rate of its choice

@@ -167,7 +167,7 @@ def breakdown_table(all_results: Sequence[Results], by: str) -> str:
     rows = []
     for results in all_results:
         parts = defaultdict(list)  # value -> records
-        for record in results.records:
+        for record in headline(results.split, results.records):
             if record.get(by) not in (None, ""):
                 parts[str(record[by])].append(record)
         for value, records in sorted(parts.items()):

@@ -1,6 +1,6 @@
 """api.py: ask a model behind an OpenAI-compatible chat endpoint: to evaluate it, or to let it judge open answers.
 
-    engine = OpenAI(api, renderer)                                      # generate(ids, clips, ...), as engine.py says
+    engine = OpenAI(api, renderer)                                      # generate(prompt, ids, clips, ...), as engine.py says
     ApiJudge(Api(url=..., model=..., key=""))(question, gold, answer)   # 1.0 or 0.0, or JudgeError
 
 Deliberately missing: log-probs (they are 0, so these samples cannot train), forced openings, seeds, stop tokens, streaming.

@@ -64,7 +64,7 @@ def find_checkpoint(name: str | Path, weights: bool = True) -> Path:
         try:  # all ranks call it: the hub's cache locks each file, so each file is downloaded once
             folder = Path(snapshot_download(str(name), allow_patterns=only))
         except (HFValidationError, OSError) as error:  # OSError: every error of the hub
-            raise FileNotFoundError(f"{name}: neither a folder nor a model on the hub: {error}") from None
+            raise FileNotFoundError(f"{name}: neither a folder here, nor fetched from the hub: {error}") from None
     if not (folder / "config.json").exists():
         raise ConfigError(f"{folder} has no config.json: it is no checkpoint; a training leaves its own in RUN/model")
     if weights:
@@ -366,7 +366,7 @@ def _copy_other_files(source: Path, folder: Path, dtype: torch.dtype) -> None:
 
 def save_state(folder: str | Path, policy: nn.Module, optimizer: Optimizer, step: int, keep: int = 2) -> None:
     """Save the trainable weights and AdamW's moments under the step's name. Data, learning rate and random draws need no state:
-    they are functions of the step. Keep the `keep` newest states."""
+    they are functions of the step. Keep the `keep` newest states (0: all)."""
     folder = Path(folder)
     state = _state(policy, optimizer)
     refuse_not_finite(state["weights"], f"{folder}: no state of step {step} is saved")
@@ -380,7 +380,7 @@ def save_state(folder: str | Path, policy: nn.Module, optimizer: Optimizer, step
     dcp.save(state, checkpoint_id=unfinished, **_group())
     if rank() == 0:  # here, dcp.save returns once all ranks have written
         unfinished.rename(target)
-        for old in _states(folder)[:-keep]:
+        for old in _states(folder)[:-keep]:  # with keep = 0, [:-0] is empty: none is removed
             doomed = old.with_suffix(".old")  # rename first: only a complete state has a name without suffix
             old.rename(doomed)
             shutil.rmtree(doomed)

@@ -77,7 +77,7 @@ def apply_override(tree: dict, override: str) -> None:
     for parent in parents:
         node = node.setdefault(parent, {})
         if not isinstance(node, dict):
-            raise ConfigError(f"override {key}: {parent} must be a mapping")
+            raise ConfigError(f"override {key}: {parent} holds no mapping to change; write {parent}={{{leaf}: ...}}")
     try:
         node[leaf] = yaml.load(text, Loader)
     except yaml.YAMLError:

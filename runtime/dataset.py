@@ -186,7 +186,7 @@ class Dataset(Generic[Parsed]):
         opened = [rows for _, rows in pools]
         self.total = sum(len(rows) for rows in opened)
         self.bad: dict[str, str] = {}  # the row's name -> why it cannot be used
-        self._rows_in_share = 0  # number of distinct rows that this rank has been dealt so far
+        self._rows_in_share = 0  # distinct rows that this rank gets up to this step; at least its share of an epoch
         # A row's name has the file's name without its folder, since K and all seeds depend on it and files can move. If two
         # files have the same name, it has the whole path.
         paths = {rows.path for rows in opened}

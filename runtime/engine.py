@@ -93,7 +93,9 @@ class ActiveCallers:
     do: with 8 episodes, 8 - 1 + 3 = 10. When the last of the 3 ends, the episode's own thread counts again: 8."""
 
     def __init__(self, engine: Engine, names: Iterable, at_once: int, nested: bool):
-        self.engine, self.at_least, self.at_most = engine, int(nested), at_once
+        self.engine = engine
+        self.at_least = int(nested)
+        self.at_most = at_once
         self.unfinished = set(names)
         self.lock = threading.Lock()
         engine.announce(self.count() - self.at_least)

@@ -182,7 +182,7 @@ def save_run(cfg: ScriptConfig, run_dir: str | Path, **more: object) -> None:
     run_dir = Path(run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     # JSON turns tuples into lists, so the file is plain YAML that `load` reads back.
-    text = yaml.safe_dump(json.loads(json.dumps(asdict(cfg))), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(json.loads(json.dumps(asdict(cfg))), sort_keys=False)
     write_whole(run_dir / "config.yaml", text)  # `refuse_other_run` reads it before a run resumes
     # A run that continues with other code keeps the commits with which it began.
     path = run_dir / "run.json"

@@ -89,7 +89,8 @@ class InProcess(Engine):
     ):
         AttentionInterface.register("packed_then_matmul", _packed_then_matmul)
         self.version = 0
-        self.renderer, self.max_batch_tokens = renderer, max_batch_tokens
+        self.renderer = renderer
+        self.max_batch_tokens = max_batch_tokens
         if "quantization_config" not in (read_json(Path(checkpoint) / "config.json") or {}):
             refuse_quantized(Path(checkpoint))  # transformers reads scales only if the config says how
         attention = {"text_config": "packed_then_matmul", "vision_config": "sdpa"}
@@ -182,7 +183,9 @@ class _Batch:
     """Requests that are sampled together."""
 
     def __init__(self, engine: InProcess, requests: Sequence[Request]):
-        self.engine, self.model, self.renderer = engine, engine.model, engine.renderer
+        self.engine = engine
+        self.model = engine.model
+        self.renderer = engine.renderer
         self.bundles, self.requests = bundle_requests(requests)
         self.device = self.model.device
         self.cache = Cache(layer_class_to_replicate=_Keys)

@@ -97,7 +97,9 @@ class Policy(nn.Module):
 
     def __init__(self, model: Model, cfg: PolicyConfig, never_sampled: Sequence[int] = ()):
         super().__init__()
-        self.model, self.cfg, self.never_sampled = model, cfg, list(never_sampled)
+        self.model = model
+        self.cfg = cfg
+        self.never_sampled = list(never_sampled)
         self.dtype = torch.float32  # dtype of computation; `load_policy` sets it and the kernel
         self.kernel = "sdpa"  # attention kernel: "sdpa" needs one call per segment, the others one call in all
         self.vision_frozen = "vision" in cfg.freeze

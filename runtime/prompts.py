@@ -1,4 +1,4 @@
-"""prompts.py: our prompts, and words of one's own in place of them, the same in training, sampling and evaluation.
+"""prompts.py: the prompts of all agents, the same in training, sampling and evaluation. A config can replace our texts.
 
     prompts = Prompts(system="...")     # in a config: `prompts: FILE.yaml`, with the fields below as its keys
     prompts.main_messages(question, paths, clips, contract, with_tools=True) -> messages for renderer.render

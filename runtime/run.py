@@ -62,8 +62,8 @@ class OptimConfig:
 
     def __post_init__(self):
         # With the first three it would learn nothing, without an error. torch refuses the betas late and without their name.
-        betas = len(self.betas) == 2 and max(self.betas) < 1
-        if self.lr == 0 or self.max_grad_norm == 0 or self.warmup >= 1 or not betas:
+        valid_betas = len(self.betas) == 2 and max(self.betas) < 1
+        if self.lr == 0 or self.max_grad_norm == 0 or self.warmup >= 1 or not valid_betas:
             raise ValueError(f"{self}: needs lr > 0, max_grad_norm > 0, warmup < 1 and two betas below 1")
 
 

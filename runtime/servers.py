@@ -7,7 +7,7 @@ A new prompt goes to the next server in turn, and all requests with it follow, b
 must echo the trainer's prompt ids and carry the current weights' version. A lost request is asked on the other servers. After a
 time-out, MAX_FAILURES failures in a row or a failed weight update, a server is left out, and the run goes on with the others.
 
-Deliberately missing: restarts (the same command brings a server back), streaming, weight sync over NCCL, seeds.
+Deliberately missing: restarts (the same command brings a server back), streaming, weight sync over NCCL, repeatable samples.
 """
 
 import logging

@@ -71,6 +71,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.k is not None and args.k < 1:
         parser.error(f"--k {args.k}: must be at least 1, since the agent needs a frame")
+    if args.max_new_tokens < 1:
+        parser.error(f"--max-new-tokens {args.max_new_tokens}: must be at least 1")
     return args
 
 

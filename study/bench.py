@@ -4,6 +4,7 @@ python -m study.toy build toy_data       # a model and a video
 python -m study.bench                    # about two minutes; prints the table of results/bench.md
 """
 
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -32,12 +33,14 @@ from tools import parse_calls
 
 TOY = Path("toy_data")
 MODEL = TOY / "model"
+if not MODEL.exists():
+    sys.exit(f"error: {MODEL} is missing; build it with `python -m study.toy build {TOY}`")
 RENDERER = Renderer(load_tokenizer(MODEL), toy.CONTRACT)
 
 
 def compare(what: str, plain: Callable[[], Any], ours: Callable[[], Any], same: Callable[[Any, Any], bool]) -> dict:
     """Time both sides in turns, because what else the machine does hits neighbours alike. Refuse sides that differ."""
-    assert same(plain(), ours()), f"{what}: the sides differ"
+    assert same(plain(), ours()), f"{what}: the sides differ"  # this also warms both up
     pairs = []
     for _ in range(3):
         times = [time.perf_counter()]
@@ -55,9 +58,8 @@ def random_prompt(frames: int, side: int, seed: int = 0) -> Prompt:
     """Draw a prompt of words and square frames of `side` pixels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (frames, side, side, 3), dtype=np.uint8)
     clip = Clip(pixels, tuple(map(float, range(frames))))
-    return Prompt(
-        RENDERER.render([{"role": "user", "content": [clip, "Which color flashes?"]}], generate=True).ids, [clip]
-    )
+    rendered = RENDERER.render([{"role": "user", "content": [clip, "Which color flashes?"]}], generate=True)
+    return Prompt(rendered.ids, [clip])
 
 
 def update() -> dict:
@@ -74,10 +76,12 @@ def update() -> dict:
             policy([bundle]).logprobs.sum().backward()
         return torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
 
+    def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+        return bool((one - other).norm() < 1e-4 * one.norm())
+
     alone = partial(gradient, [Bundle(prompt, [row]) for row in rows])
     group = partial(gradient, [Bundle(prompt, rows)])
-    close = lambda one, other: bool((one - other).norm() < 1e-4 * one.norm())  # noqa: E731
-    return compare("update, 8 rollouts of a prompt with 64 frames", alone, group, close)
+    return compare("update, 8 rollouts of a prompt with 64 frames", alone, group, same)
 
 
 class SlowReports(Engine):
@@ -103,7 +107,8 @@ def dispatch() -> dict:
         def reports(turns: list[list]) -> list[str]:
             return [call.text for turn in turns for call in run_calls(context, agent_flow(cfg), episode, turn, seed=0)]
 
-        one_by_one, at_once = partial(reports, [[call] for call in calls]), partial(reports, [calls])
+        one_by_one = partial(reports, [[call] for call in calls])
+        at_once = partial(reports, [calls])
         return compare("8 calls, reports of 0.25 s", one_by_one, at_once, list.__eq__)
 
 
@@ -129,8 +134,10 @@ def engine() -> dict:
         return plain.generate(input_ids=ids, attention_mask=(ids != pad).int(), **images, **rules)[:, longest:].tolist()
 
     def ragged() -> list[list[int]]:
-        said: dict[str, Any] = {"ids": [], "clips": [], "max_new_tokens": 32, "temperature": 0.0, "seed": 0}
-        jobs = {(i, j): partial(ours.generate, prompt, **said) for i, prompt in enumerate(prompts) for j in range(8)}
+        settings: dict[str, Any] = {"ids": [], "clips": [], "max_new_tokens": 32, "temperature": 0.0, "seed": 0}
+        jobs = {
+            (i, j): partial(ours.generate, prompt, **settings) for i, prompt in enumerate(prompts) for j in range(8)
+        }
         sampled = run_all(ours, jobs, len(jobs))
         return [sampled[name].ids for name in jobs]
 

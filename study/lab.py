@@ -92,9 +92,9 @@ def main() -> None:
     except (ConfigError, JudgeError) as error:
         sys.exit(f"error: {error}")
 
-    print(f"{'kind':>11} {task.kind:>6}")
+    print(f"{'kind':>17} {task.kind:>6}")
     for name, value in parts.items():
-        print(f"{name:>11} {value:6.2f}")
+        print(f"{name:>17} {value:6.2f}")
     for token, structural in zip(episode.main.ids, structural_mask(episode.main, renderer), strict=True):
         text = renderer.decode([token])
         print(f"[{text}]" if structural else text, end="")

@@ -222,7 +222,7 @@ class Claim(NamedTuple):
     more: str  # the row with the larger figure
     less: str  # the row with the smaller one
     margin: float
-    required: bool = True  # for the demo: it holds in all runs of results/paradox.md, and in the ten that it mentions
+    required: bool = True  # the demo fails without it. It held in all runs of results/paradox.md, also in the ten of old code
 
     def gains(self, figures: Figures) -> dict[int, float]:
         """Return by how much `more` exceeds `less`, for every seed that has both."""

@@ -62,12 +62,13 @@ def test_given_calls_are_the_first_turn_of_any_model(run, tmp_path, windows):
     assert [call.window for call in episode.calls if call.turn == 0] == windows
 
 
-def test_a_k_without_frames_is_refused(monkeypatch, capsys):
-    """Past bug: `--k 0` showed the default number of frames."""
-    monkeypatch.setattr(sys, "argv", ["ask.py", "what", "--model", "m", "--video", "v.mp4", "--k", "0"])
+@pytest.mark.parametrize("option", ["--k", "--max-new-tokens"])
+def test_no_frames_and_no_tokens_are_refused(monkeypatch, capsys, option):
+    """Past bugs: `--k 0` showed the default number of frames, and no new tokens ended in a traceback."""
+    monkeypatch.setattr(sys, "argv", ["ask.py", "what", "--model", "m", "--video", "v.mp4", option, "0"])
     with pytest.raises(SystemExit):
         ask.parse_arguments()
-    assert "--k 0: must be at least 1" in capsys.readouterr().err
+    assert f"{option} 0: must be at least 1" in capsys.readouterr().err
 
 
 def test_ask_uses_the_checkpoints_words_or_a_files(toy_dir, tmp_path, monkeypatch):

@@ -34,7 +34,9 @@ from runtime.visual import VisualContract
 from sft import SFTConfig
 
 CONFIGS = sorted({*REPO.glob("configs/**/*.yaml")} - {REPO / "configs" / "eval" / "published.yaml"})  # it is a table
-TEXT = st.text(st.characters(max_codepoint=0xD7FF), max_size=9)
+TEXT = st.text(st.characters(max_codepoint=0xD7FF), max_size=9) | st.just(
+    "a\x85b"
+)  # past bug: it was read back as a space
 VALUES = {bool: st.booleans(), int: st.integers(0, 1 << 60), float: st.floats(0, 1e300), str: TEXT}
 
 
