@@ -38,8 +38,7 @@ once() { # RESULT COMMAND...: run a command, unless its result is there
 }
 
 unpack() { # ARCHIVES FOLDER: unpack all archives of a folder; some are split into parts
-    # xargs reports a failure; find -exec would hide it.
-    find "$1" -name '*.zip' -print0 | xargs -0 -r -I{} unzip -q -n {} -d "$2"
+    find "$1" -name '*.zip' -print0 | xargs -0 -r -I{} unzip -q -n {} -d "$2" # find -exec would hide a failure
     find "$1" -name '*.tar' -print0 | xargs -0 -r -I{} tar -x -C "$2" -f {}
     if compgen -G "$1/*.tar.part.*" > /dev/null; then cat "$1"/*.tar.part.* | tar -x -C "$2"; fi
 }
