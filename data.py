@@ -116,20 +116,21 @@ def _read_choice(gold: str, options: tuple[str, ...], question: str) -> tuple[st
     """Return the gold letter of an mcq, and its options: those of the row, or those that its question lists, as in published
     rows. The gold is the text of one option, or begins with a letter."""
     choices = options or listed_options(question)
-    letter = ""
     label = re.match(r"\(?([A-J])(?:[.):]|$)", gold, re.I)  # "B", "(b)", "B. A dog"; but not "A dog"
-    if label:
-        letter = label[1].upper()
     if choices.count(gold) == 1 and gold.upper() not in tuple(LETTERS):  # "B" is the letter, even if an option is "B"
         letter = LETTERS[choices.index(gold)]
+    elif label:
+        letter = label[1].upper()
+    else:
+        letter = ""
 
     # The row's own options limit the letter. A list in the question does not: it may be a list of something else.
     allowed = letters_of(options)
-    if not letter or letter not in allowed:
+    if letter not in allowed:
         rule = f"must begin with a letter of {''.join(allowed)}, as in (B), or be the text of one option"
         raise RowError(f"answer = {gold!r}: the answer of an mcq {rule}")
     if letter not in letters_of(choices):
-        return letter, ()
+        choices = ()
     return letter, choices
 
 
@@ -176,16 +177,22 @@ def listed_options(question: str) -> tuple[str, ...]:
     one_per_line = r"(?m)^[ \t]*[(\[]?([A-J])[)\].:]+[ \t]*(?=\S)"  # "A. red\nB. blue"
     in_one_line = r"(?<![\w.])[(\[]?([A-J])(?:[)\]][ \t]*|[.:][ \t]+)(?=\S)"  # "(A) red (B) blue"
     for form in (one_per_line, in_one_line):
-        labels = list(re.finditer(form, question))
-        letters = "".join(label[1] for label in labels)
-        # Find the longest sequence A, B, C, ... without a gap, and take its last occurrence: in "ABCABC", the second.
-        for count in range(len(LETTERS), 1, -1):
-            first = letters.rfind(LETTERS[:count])
-            if first >= 0:
-                chosen = labels[first : first + count]
-                ends = [label.start() for label in chosen[1:]] + [len(question)]
-                return tuple(_first_line(question[label.end() : end]) for label, end in zip(chosen, ends))
+        labels = _longest_list(list(re.finditer(form, question)))
+        if labels:
+            ends = [label.start() for label in labels[1:]] + [len(question)]
+            return tuple(_first_line(question[label.end() : end]) for label, end in zip(labels, ends))
     return ()
+
+
+def _longest_list(labels: list[re.Match]) -> list[re.Match]:
+    """Return the longest sequence of labels A, B, C, ... without a gap: of equally long ones the last, as in "ABCABC". A single
+    label is no list."""
+    letters = "".join(label[1] for label in labels)
+    for count in range(len(LETTERS), 1, -1):
+        first = letters.rfind(LETTERS[:count])
+        if first >= 0:
+            return labels[first : first + count]
+    return []
 
 
 def _first_line(text: str) -> str:

@@ -30,7 +30,7 @@ from episode import Episode, episode_record
 from evals import rows, tables
 from evals.benchmarks import SPLITS, UNGRADED, Item, count_items, grade, load_split
 from evals.protocols import Prompting, run_protocol
-from evals.results import read_results, resume
+from evals.results import items_to_ask, read_records, records_to_keep
 from rewards import RewardConfig, score, turn_texts
 from rollout import AgentContext, Dispatch, RolloutConfig, derive_seed
 from runtime.answers import Judge, JudgeError, final_answer
@@ -213,7 +213,7 @@ def main(cfg: EvalConfig, dry: bool = False) -> int:
     print(tables.all_tables([cfg.run]))
     status = 0
     for job in jobs:
-        errors = [record["error"] for record in read_results(job.path).records]
+        errors = [record["error"] for record in read_records(job.path)]
         if errors and all(errors):
             status = 1
             print(f"error: all {len(errors)} items of {job.path} failed; the last error: {errors[-1]}", file=sys.stderr)
@@ -257,35 +257,38 @@ def list_jobs(cfg: EvalConfig) -> list[Job]:
 def work_is_left(jobs: list[Job]) -> bool:
     """Return whether a job has an item to ask, or a record to drop."""
     for job in jobs:
-        _, dropped, items = resume(job.path, job.items, job.whole)
-        if dropped or items:
+        records = read_records(job.path)
+        kept = records_to_keep(records, job.items, job.whole)
+        if len(kept) < len(records) or items_to_ask(job.items, kept):
             return True
     return False
 
 
 def run_job(job: Job, context: AgentContext, cfg: EvalConfig) -> None:
     """Write the records to keep, then ask the other items concurrently. Each item appends its record when it ends."""
-    # The file is read under the run's lock: until then, another process may have answered items.
-    kept, _, items = resume(job.path, job.items, job.whole)
+    # Read the file again, now under the run's lock: until then, another process may have answered items.
+    kept = records_to_keep(read_records(job.path), job.items, job.whole)
     write_lines(job.path, kept)
+    items = items_to_ask(job.items, kept)
     if not items:
         return
     judge = ApiJudge(cfg.grading.judge)
     episodes = Path(cfg.run) / "episodes" / job.path.name
     writing = threading.Lock()
-    with progress_bar(total=len(items), desc=f"{job.split} K={job.k} {job.arm}", unit="item") as bar:
+    bar = progress_bar(total=len(items), desc=f"{job.split} K={job.k} {job.arm}", unit="item")
 
-        def ask(item: Item) -> None:
-            """Ask an item in its thread, and write its record. Its episode is dropped, because the frames of all episodes would
-            fill the memory."""
-            record, episode = ask_item(item, job.k, context, cfg, judge)
-            with writing:
-                if cfg.save_episodes:
-                    episodes.parent.mkdir(exist_ok=True)
-                    append_line(episodes, episode_record(episode, context.renderer.readable))
-                append_line(job.path, record)
-                bar.update()
+    def ask(item: Item) -> None:
+        """Ask an item in its thread, and write its record. Its episode is dropped, because the frames of all episodes would
+        fill the memory."""
+        record, episode = ask_item(item, job.k, context, cfg, judge)
+        with writing:
+            if cfg.save_episodes:
+                episodes.parent.mkdir(exist_ok=True)
+                append_line(episodes, episode_record(episode, context.renderer.readable))
+            append_line(job.path, record)
+            bar.update()
 
+    with bar:
         try:
             pending = {i: partial(ask, item) for i, item in enumerate(items)}
             run_all(context.engine, pending, context.cfg.at_once)

@@ -305,6 +305,14 @@ def is_spam(turns: list[Elements], name: str) -> bool:
 
 # ------------------------------------------------------------------------------------------------ struct(o)
 
+# A structural token in the marks of `mark_characters`. It holds no content, and punctuation only before a closing tag: Qwen has
+# single tokens `.</` and `。</`, and sampling one decides to close.
+STRUCTURAL_TOKEN = re.compile(
+    "_*<[</_]*"  # part of an opening tag: `<think>`, `>\n`; but not `.<`, `>(`, `>B`
+    "|[_.]*/[</_]*"  # part of a closing tag: `</think>`, `.</`; but not `>,`
+    "|(?<=/)_+"  # white space, and the mark before it ends a closing tag: `\n`
+)
+
 
 def structural_mask(trajectory: Trajectory, renderer: Renderer) -> list[int]:
     """Return for each token of the trajectory 1 if it was sampled and is structural, else 0.
@@ -315,47 +323,31 @@ def structural_mask(trajectory: Trajectory, renderer: Renderer) -> list[int]:
     mask = [0] * len(trajectory.ids)
     for start, end in trajectory.turns:
         ids = trajectory.ids[start:end]
-        classes = character_classes(renderer.decode(ids))
+        marks = mark_characters(renderer.decode(ids))
         for i, (first, last) in enumerate(renderer.offsets(ids)):
-            structural = ids[i] in renderer.ends_of_turn or is_structural(classes, first, last)
-            mask[start + i] = int(structural and trajectory.mask[start + i] == 1)
+            structural = ids[i] in renderer.ends_of_turn or STRUCTURAL_TOKEN.fullmatch(marks, first, last)
+            mask[start + i] = 1 if structural and trajectory.mask[start + i] == 1 else 0
     return mask
 
 
-def character_classes(text: str) -> list[str]:
-    """Return the class of each character: `opening` or `closing` (part of a tag), `blank`, `punctuation`, or else `content`.
-    The first character after an opening tag and white space is content, even if it is a bracket or a dot."""
-    classes = ["content"] * len(text)
+def mark_characters(text: str) -> str:
+    """Return one mark for each character of a turn:
+
+        I see.</think> <answer>(B) red</answer>
+        x_xxx.////////_<<<<<<<<xx._xxx/////////
+
+    `<` is part of an opening tag, `/` of a closing tag, `_` white space, `.` punctuation or a symbol, and `x` content. The first
+    character after an opening tag and white space is content, even if it is a bracket or a dot."""
+    marks = ["x"] * len(text)
     for i, char in enumerate(text):
         if char.isspace():
-            classes[i] = "blank"
+            marks[i] = "_"
         elif unicodedata.category(char)[0] in "PS":  # punctuation marks and symbols
-            classes[i] = "punctuation"
+            marks[i] = "."
     for tag in TAG.finditer(text):
         is_closing = tag[0].startswith("</")
-        classes[tag.start() : tag.end()] = ["closing" if is_closing else "opening"] * len(tag[0])
+        marks[tag.start() : tag.end()] = ["/" if is_closing else "<"] * len(tag[0])
         first = len(text) - len(text[tag.end() :].lstrip())  # after the tag and white space
         if first < len(text) and not is_closing:
-            classes[first] = "content"
-    return classes
-
-
-def is_structural(classes: list[str], first: int, last: int) -> bool:
-    """Return whether the token of characters [first, last) is structural.
-
-        yes    `</think>`, `>\\n`, `.</`, and a `\\n` after `</think>`
-        no     `The`, `.`, `>B`, `>(`, `>,`, and the `.<` of an opening tag
-
-    Besides its part of a tag, the token can hold white space and, before a closing tag, punctuation: Qwen has single tokens
-    `.</` and `。</`, and sampling one decides to close."""
-    token = classes[first:last]
-    only_white_space = set(token) == {"blank"}
-    if only_white_space:
-        return first > 0 and classes[first - 1] == "closing"
-    tag_at = [i for i, kind in enumerate(token) if kind in ("opening", "closing")]
-    if not tag_at or "content" in token:
-        return False
-    first_tag = tag_at[0]
-    if "punctuation" in token[first_tag:]:
-        return False
-    return token[first_tag] == "closing" or "punctuation" not in token
+            marks[first] = "x"
+    return "".join(marks)

@@ -14,7 +14,9 @@ The tokens of an episode and their mask (1: trained on):
 Tokens are only appended: sampled ids exactly as the engine returned them, and the new ids of each tool turn. The calls of
 a turn run in parallel threads. A call of crop_video decodes its window and asks a sub-agent, which has the same weights
 and a fresh context. A failed call gives the model a text to read, and metrics count its Call.error. If the row, the video or the
-engine fails, Episode.error_kind is set. Deliberately missing: rewards, and training.
+engine fails, Episode.error_kind is set.
+
+Deliberately missing: rewards, and training.
 """
 
 import functools

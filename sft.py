@@ -271,25 +271,26 @@ class Batches:
         # Encode the rows in threads.
         draws = self.dataset.batch(step, size or self.cfg.batch_rows, rank(), world_size())
         results = map_in_threads(self.try_to_encode, [draw.item for draw in draws], at_once=2 * self.cfg.workers)
-        rows, kinds_of_rows = [], []
+        rows = []
+        kinds_of_rows = []  # str [N] of each row
         for draw, (row, reason) in zip(draws, results):
             if row is None:
                 self.dataset.reject(draw.origin, reason)
                 continue
+
+            # w_t = the source's loss_weight * the weight of the token's kind, and 0 outside the targets
             kinds = target_kinds(row, self.renderer)
-            row.loss_weights = np.zeros(len(row.ids), np.float32)
-            row.loss_weights[np.flatnonzero(row.mask)] = [
-                draw.loss_weight * self.cfg.kind_weights.get(kind, 1.0) for kind in kinds
-            ]
+            kind_weights = np.array([self.cfg.kind_weights.get(kind, 1.0) for kind in kinds])  # [N]
+            row.loss_weights = np.zeros(len(row.ids), np.float32)  # [T]
+            row.loss_weights[np.flatnonzero(row.mask)] = draw.loss_weight * kind_weights
             rows.append(row)
-            kinds_of_rows.append(kinds)
+            kinds_of_rows.append(np.array(kinds, str))
 
         # Pack them into micro-batches.
         batch = []
         for members in best_fit([len(row.ids) for row in rows], self.cfg.pack_tokens):
             bundles = [Bundle(NO_PROMPT, [rows[i]]) for i in members]
-            kinds = sum((kinds_of_rows[i] for i in members), [])
-            batch.append(MicroBatch(bundles, np.array(kinds, str)))
+            batch.append(MicroBatch(bundles, np.concatenate([kinds_of_rows[i] for i in members])))
         return batch
 
     def try_to_encode(self, dialogue: Dialogue) -> tuple[Trajectory | None, str]:

@@ -195,9 +195,8 @@ def _check_result(result: Any, contract: VisualContract) -> ClipForSubagent | st
     """Return a tool's result with clipped text, or with times as floats. Raise if an agent cannot read it."""
     if isinstance(result, str):
         return truncate(result)
-    if not isinstance(result, ClipForSubagent) or not (
-        isinstance(result.request, str) and isinstance(result.system, str)
-    ):
+    is_clip = isinstance(result, ClipForSubagent)
+    if not is_clip or not isinstance(result.request, str) or not isinstance(result.system, str):
         wanted = "return a str, or wrap frames in ClipForSubagent(frames, window), whose texts are str"
         raise TypeError(f"it returned {type(result).__name__}: {wanted}")
     # The window, and the form of the frames.
@@ -319,19 +318,30 @@ def _read_python(code: str, turn: int) -> list[Call]:
 
 def _read_statement(statement: ast.stmt, turn: int) -> Call:
     """Read `crop_video(start_time=1, end_time=2)`, `tools.crop_video("a.mp4", 1, 2)`, or either one inside `print(...)`."""
-    expression = statement.value if isinstance(statement, ast.Expr) else None
-    match expression:
-        case ast.Call(ast.Name("print"), [printed], []):
-            expression = printed
-    match expression:
-        case ast.Call(ast.Name(name) | ast.Attribute(attr=name), [], keywords) if all(k.arg for k in keywords):
-            written = {k.arg: k.value for k in keywords}
-        case ast.Call(ast.Name(name) | ast.Attribute(attr=name), values, []) if len(values) <= len(POSITIONAL):
-            written = dict(zip(POSITIONAL, values))
-        case _:
-            return _unparseable(turn)
+    # Take the call out of print(...).
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    match call:
+        case ast.Call(ast.Name("print"), args=[printed], keywords=[]):
+            call = printed
+    if not isinstance(call, ast.Call):
+        return _unparseable(turn)
+
+    # Read the name: `crop_video`, or what follows the dot of `tools.crop_video`.
+    if isinstance(call.func, ast.Name):
+        name = call.func.id
+    elif isinstance(call.func, ast.Attribute):
+        name = call.func.attr
+    else:
+        return _unparseable(turn)
+
+    # Read the arguments. Either all have a name or none has.
+    by_position = dict(zip(POSITIONAL, call.args))
+    by_name = {keyword.arg: keyword.value for keyword in call.keywords}
+    unpacked = None in by_name  # `**arguments`
+    if len(call.args) > len(POSITIONAL) or (by_position and by_name) or unpacked:
+        return _unparseable(turn)
     try:
-        arguments = {key: ast.literal_eval(value) for key, value in written.items()}
+        arguments = {key: ast.literal_eval(value) for key, value in (by_position or by_name).items()}
         arguments = json.loads(json.dumps(arguments))  # the same types as from JSON
     except NO_LITERALS:
         return _unparseable(turn)

@@ -84,13 +84,14 @@ def run_protocol(context: AgentContext, item: Item, k: int, seed: int, cfg: Prom
             frames = [context.videos.frames(info.path, overview_indices(info, k, protocol.overview_fps), size)]
             task = with_subtitles(item, [time for time in frames[0].times if time is not None])
 
-        # Write the prompt. `request` is the text of the task's kind; our agent reads it in place of the question.
-        words = Words(cfg.texts, values_of(task, item.caption, info.duration) | {"frames": frames})
-        words.values["request"] = words.fill(task.kind)
+        # Write the prompt. The request is the text of the task's kind: our agent's question, and a place in the other prompts.
+        values = values_of(task, item.caption, info.duration) | {"frames": frames}
+        request = Words(cfg.texts, values).fill(task.kind)  # parts of a message
         if protocol.flow is None:  # ours
-            prompt = render_prompt(replace(task, question="".join(words.values["request"])), k, context)
+            prompt = render_prompt(replace(task, question="".join(request)), k, context)
             flow = agent_flow(context.cfg)
         else:
+            words = Words(cfg.texts, values | {"request": request})
             prompt = write_prompt(words, context.renderer)
             flow = protocol.flow(words)
         episode = run_episode(context, task, k, prompt, seed, flow)

@@ -2,8 +2,9 @@
 
     results = read_results(path)                        # one file; its name says split, K and arm
     read_runs(["runs/eval/a", ...])                     # all files of several runs, for one table
-    kept, dropped, left = resume(path, items, whole)    # the records to keep, how many to drop, and the items to ask
-    write_lines(path, kept)                             # of lines.py, whose `append_line` then adds one at a time
+    records = read_records(path)                        # of a file that an earlier call of eval.py left
+    kept = records_to_keep(records, items, whole)
+    left = items_to_ask(items, kept)                    # those that none of the kept records answers
 
 RUN/SPLIT-K64-ARM.jsonl has one line per item. RUN/config.yaml has the name of the model's row, and RUN/run.json has the sizes of
 the splits. `folder.refuse_other_run` refuses to add answers that were given under other settings.
@@ -49,16 +50,21 @@ class Results:
         return len(self.records) == self.total
 
 
-def read_results(path: Path) -> Results:
-    """Read a file of results, without the name and total that its run knows."""
-    records = list(read_lines(path))
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Read the records of a file of results. A file that does not exist yet has none."""
+    records = list(read_lines(path)) if path.exists() else []
     for number, record in enumerate(records, start=1):
         if not isinstance(record, dict) or not record.keys() >= set(RECORD):
             raise DataError(
                 f"{path}: line {number} is no result of this version of the code: delete the folder, and run again"
             )
+    return records
+
+
+def read_results(path: Path) -> Results:
+    """Read a file of results, without the name and total that its run knows."""
     split, k, arm = path.stem.rsplit("-", 2)
-    return Results(split, int(k.removeprefix("K")), arm, records)
+    return Results(split, int(k.removeprefix("K")), arm, read_records(path))
 
 
 def read_run(run: str | Path) -> dict[Path, Results]:
@@ -94,10 +100,9 @@ def read_runs(runs: Sequence[str | Path]) -> list[Results]:
     return all_results
 
 
-def resume(path: Path, items: list[benchmarks.Item], whole: bool) -> tuple[list[dict], int, list[benchmarks.Item]]:
-    """Return the records of a file to keep, how many others it has, and the items still to ask. An item is asked again if it ended
-    in an error, or if its record has another gold answer. Records of other ids are dropped if `items` are the whole split."""
-    records = read_results(path).records if path.exists() else []
+def records_to_keep(records: list[dict], items: list[benchmarks.Item], whole: bool) -> list[dict]:
+    """Return the records that still count: one per item, without those that ended in an error or have another gold answer. Records
+    of other ids are dropped if `items` are the whole split."""
     tasks = {item.task.id: item.task for item in items}
     kept = {}
     for record in records:
@@ -108,5 +113,10 @@ def resume(path: Path, items: list[benchmarks.Item], whole: bool) -> tuple[list[
             keep = not whole  # its item lies beyond the limit
         if keep:
             kept[record["id"]] = record
-    left = [item for item in items if item.task.id not in kept]
-    return list(kept.values()), len(records) - len(kept), left
+    return list(kept.values())
+
+
+def items_to_ask(items: list[benchmarks.Item], kept: list[dict]) -> list[benchmarks.Item]:
+    """Return the items that have no record."""
+    answered = {record["id"] for record in kept}
+    return [item for item in items if item.task.id not in answered]

@@ -105,10 +105,13 @@ def group_rows(all_results: Sequence[Results], published: dict) -> dict[RowKey, 
 
 def measured_lines(rows: dict[RowKey, Row], baseline: str, columns: Sequence[str]) -> list[dict[str, str]]:
     """Write the cells of each row: its K, its share of tagged answers, its scores with their gains, and their average."""
-    first = next(key for key in rows if key.name == baseline)  # its first arm: `parallel` comes first
+    # Gains are over the baseline's first arm (`parallel` comes first): at the row's K or, without it, at that arm's first K.
+    arm = next(key.arm for key in rows if key.name == baseline)
+    base_at = {key.k: row for key, row in rows.items() if (key.name, key.arm) == (baseline, arm)}  # K -> row
+    first_base = next(iter(base_at.values()))
     lines = []
     for key, row in rows.items():
-        base = rows.get(RowKey(baseline, first.arm, key.k), rows[first])
+        base = base_at.get(key.k, first_base)
         ks = sorted({results.k for results in row.values()})
         line = {"model": key.name, "arm": key.arm, "K": ", ".join(map(str, ks))}
         tagged = []

@@ -160,6 +160,18 @@ class Rows:
         return decode_json(self._rows[i], "the line")
 
 
+Pool = list[tuple[Source, Rows]]
+
+
+class Place(NamedTuple):
+    """Where a row of the endless order stands."""
+
+    source: Source
+    rows: Rows  # of the source
+    row: int  # its index in `rows`
+    epoch: int
+
+
 class Draw(NamedTuple, Generic[Parsed]):
     """A row of a batch."""
 
@@ -177,8 +189,8 @@ class Dataset(Generic[Parsed]):
     def __init__(self, cfg: DataConfig, parse: Callable[[dict, str, Path], Parsed]):
         self.cfg = cfg
         self._parse = parse
-        self._first: list[tuple[Source, Rows]] = []
-        self._mixture: list[tuple[Source, Rows]] = []
+        self._first: Pool = []
+        self._mixture: Pool = []
         for source in cfg.sources:
             pool = self._first if source.first else self._mixture
             pool.append((source, Rows(source.path)))
@@ -186,7 +198,8 @@ class Dataset(Generic[Parsed]):
         opened = [rows for _, rows in pools]
         self.total = sum(len(rows) for rows in opened)
         self.bad: dict[str, str] = {}  # the row's name -> why it cannot be used
-        self._rows_in_share = 0  # distinct rows that this rank gets up to this step; at least its share of an epoch
+        # Distinct rows that this rank gets up to the newest batch, at least its share of an epoch. `reject` compares with it.
+        self._rows_in_share = self.total
         # A row's name has the file's name without its folder, since K and all seeds depend on it and files can move. If two
         # files have the same name, it has the whole path.
         paths = {rows.path for rows in opened}
@@ -212,16 +225,17 @@ class Dataset(Generic[Parsed]):
         drawn = max(self.total, (step + 1) * size)  # by all ranks, at least one epoch; each later one is dealt out anew
         self._rows_in_share = min(self.total, drawn // world)
         for i in range(size):
-            source, rows, row, epoch = self._row(step * size + i)
-            origin = f"{self._names[rows.path]}:{row}"
+            place = self._place(step * size + i)
+            origin = f"{self._names[place.rows.path]}:{place.row}"
             copy = copies[origin]
             copies[origin] += 1
             if i % world != rank or origin in self.bad:
                 continue
-            root = Path(self.cfg.video_root or rows.path.parent)
+            root = Path(self.cfg.video_root or place.rows.path.parent)
             try:
                 with row_errors():
-                    draws.append(Draw(self._parse(rows[row], origin, root), epoch, source.loss_weight, origin, copy))
+                    item = self._parse(place.rows[place.row], origin, root)
+                    draws.append(Draw(item, place.epoch, place.source.loss_weight, origin, copy))
             except RowError as error:
                 self.reject(origin, str(error))
         return draws
@@ -239,7 +253,7 @@ class Dataset(Generic[Parsed]):
                 f"the last: {origin}: {reason}. `--check-data` checks them all."
             )
 
-    def _row(self, position: int) -> tuple[Source, Rows, int, int]:
+    def _place(self, position: int) -> Place:
         """Find the row at a position of the endless order: the `first` rows, then the mixture, epoch after epoch."""
         opening = sum(_draws(self._first))
         if position < opening:
@@ -249,20 +263,23 @@ class Dataset(Generic[Parsed]):
             epoch, offset = divmod(position - opening, len(self))
         if self._epoch != epoch:
             self._epoch, self._order = epoch, self._shuffle(pool, epoch)
-        which, row = self._order[:, offset]
-        source, rows = pool[which]
-        return source, rows, int(row), max(epoch, 0)
+        number, row = self._order[:, offset].tolist()
+        source, rows = pool[number]
+        return Place(source, rows, row, max(epoch, 0))
 
-    def _shuffle(self, pool: list[tuple[Source, Rows]], epoch: int) -> np.ndarray:
-        """Return the order of an epoch's rows: [2, rows] = (index of the source in the pool, row)."""
+    def _shuffle(self, pool: Pool, epoch: int) -> np.ndarray:
+        """Return the order of an epoch's rows: [2, rows] = (number of the source in the pool, index of the row in it)."""
         rng = np.random.default_rng([self.cfg.seed, epoch + 1])
-        columns = []
-        for place, ((_, rows), count) in enumerate(zip(pool, _draws(pool))):
+        numbers = []
+        indices = []
+        for number, ((_, rows), count) in enumerate(zip(pool, _draws(pool))):
+            # Draw all rows as often as possible, and a random part of them for the rest: for weight 2.5, twice and a half.
             copies, rest = divmod(count, max(1, len(rows)))
-            some = rng.permutation(len(rows))[:rest]  # for weight 0.5, a random half
-            drawn = np.concatenate([*[np.arange(len(rows))] * copies, some])
-            columns.append(np.stack([np.full(len(drawn), place), drawn]))
-        return rng.permutation(np.concatenate(columns, axis=1), axis=1).astype(int)
+            indices += [np.arange(len(rows))] * copies
+            indices.append(rng.permutation(len(rows))[:rest])
+            numbers.append(np.full(count, number))
+        order = np.stack([np.concatenate(numbers), np.concatenate(indices)])
+        return rng.permutation(order, axis=1)
 
 
 def require_rows(parse: Callable, *cfgs: DataConfig | None) -> None:
@@ -278,6 +295,6 @@ def require_rows(parse: Callable, *cfgs: DataConfig | None) -> None:
         print0(f"data: {dataset.total} rows of {', '.join(source.path for source in cfg.sources)}")
 
 
-def _draws(pool: list[tuple[Source, Rows]]) -> list[int]:
+def _draws(pool: Pool) -> list[int]:
     """Return how many rows of each source an epoch has."""
     return [round(source.weight * len(rows)) for source, rows in pool]

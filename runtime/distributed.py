@@ -11,14 +11,12 @@ import math
 import os
 import warnings
 from collections import defaultdict
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from runtime.processes import end_with_parent
-
-# ------------------------------------------------------------------------------------------------ ranks
 
 T = TypeVar("T")
 TIMEOUT = datetime.timedelta(hours=2)  # for barrier() and gather(): ranks wait there for episodes, judges, a download
@@ -33,18 +31,24 @@ def init_distributed() -> None:
         return
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    group: dict[str, Any] = {}
+    backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    join = functools.partial(dist.init_process_group, backend, timeout=NCCL_TIMEOUT)
+
+    # A lone process.
     if "RANK" not in os.environ:
-        group = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        join(store=dist.HashStore(), rank=0, world_size=1)
+        return
+
+    # A rank of torchrun. It has its own session, so without this it would survive a kill -9 of torchrun.
+    end_with_parent()
+    if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+        # On one node, the attempts of `torchrun --max-restarts` share a store, so each gets its own part of it.
+        store, number, size = next(dist.rendezvous("env://"))
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        join(store=dist.PrefixStore(f"attempt-{attempt}", store), rank=number, world_size=size)
     else:
-        end_with_parent()  # torchrun's ranks have their own sessions, so they would survive a kill -9 of torchrun
-        # The attempts of `torchrun --max-restarts` share a store, so each gets its own part of it. Nodes count attempts
-        # differently: on several, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each attempt a store (docs/node.md).
-        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-            store, number, size = next(dist.rendezvous("env://"))
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            group = {"store": dist.PrefixStore(f"attempt-{attempt}", store), "rank": number, "world_size": size}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=NCCL_TIMEOUT, **group)
+        # Nodes count attempts differently. TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 gives each attempt a store (docs/node.md).
+        join()
 
 
 @functools.cache

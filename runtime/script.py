@@ -18,9 +18,8 @@ import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from tqdm import tqdm
 
@@ -137,9 +136,9 @@ def note_not_looked_up(checkpoint: str) -> None:
 # ------------------------------------------------------------------------------------------------ --check-data
 
 
-# Reads, opens and encodes a row: (row, its name, root=, cfg=, renderer=, videos=) -> its tokens, its oddities. `root`: where
-# relative paths start.
-CheckRow = Callable[..., tuple[int, list[str]]]
+# Reads, opens and encodes a row: (row, its name, where relative paths start, cfg, renderer, videos) -> its tokens, its oddities.
+# cfg is an SFTConfig or an RLConfig.
+CheckRow = Callable[[dict, str, Path, Any, Renderer, Videos], tuple[int, list[str]]]
 
 
 def read_all_rows(cfg: RunConfig, check_row: CheckRow) -> int:
@@ -147,32 +146,43 @@ def read_all_rows(cfg: RunConfig, check_row: CheckRow) -> int:
     _, renderer = open_checkpoint(cfg.policy.checkpoint, cfg.visual, cfg.prompts, weights=False)
     files = []
     for data in filter(None, (cfg.data, cfg.val)):
-        files += [(Rows(source.path), data.video_root) for source in data.sources]
+        for source in data.sources:
+            rows = Rows(source.path)
+            files.append((rows, Path(data.video_root or rows.path.parent)))
     status = 0
     with Videos(cfg.workers) as videos:
         for rows, root in files:
-            check = partial(check_row, root=Path(root or rows.path.parent), cfg=cfg, renderer=renderer, videos=videos)
-            read = partial(read_row, rows=rows, check=check)
-            checked = map_in_threads(read, range(len(rows)), at_once=2 * cfg.workers)
-            results = list(progress_bar(checked, total=len(rows), unit="row"))
-            lengths = [tokens for tokens, _, _ in results]
-            bad = [f"  row {i}: {reason}" for i, (_, reason, _) in enumerate(results) if reason]
-            oddities = Counter(oddity for _, _, oddities in results for oddity in oddities)
-            longest = max(lengths, default=0)
-            print(f"{rows.path}: {len(rows)} rows, {len(bad)} unusable; {sum(lengths)} tokens, at most {longest}")
-            for oddity, count in oddities.items():
-                print(f"  note    {count} rows with {oddity}")
-            for line in bad[:10]:
-                print(line)
+            if not read_file(rows, root, cfg, renderer, videos, check_row):
                 status = 1
     return status
 
 
-def read_row(i: int, rows: Rows, check: Callable[[dict, str], tuple[int, list[str]]]) -> tuple[int, str, list[str]]:
-    """Return how many tokens a row has, why it cannot be used ("" if it can), and what is odd about it."""
-    try:
-        with row_errors():
-            tokens, oddities = check(rows[i], f"{rows.path.name}:{i}")
-            return tokens, "", oddities
-    except RowError as error:
-        return 0, str(error), []
+def read_file(rows: Rows, root: Path, cfg: RunConfig, renderer: Renderer, videos: Videos, check_row: CheckRow) -> bool:
+    """Check every row of a file. Return whether all can be used."""
+
+    def read(i: int) -> tuple[int, list[str]] | str:
+        """Return the row's tokens and oddities, or why it cannot be used."""
+        try:
+            with row_errors():
+                return check_row(rows[i], f"{rows.path.name}:{i}", root, cfg, renderer, videos)
+        except RowError as error:
+            return str(error)
+
+    tokens = []  # of each usable row
+    oddities: Counter[str] = Counter()
+    bad = []
+    results = map_in_threads(read, range(len(rows)), at_once=2 * cfg.workers)
+    for i, result in enumerate(progress_bar(results, total=len(rows), unit="row")):
+        if isinstance(result, str):
+            bad.append(f"  row {i}: {result}")
+        else:
+            tokens.append(result[0])
+            oddities.update(result[1])
+
+    longest = max(tokens, default=0)
+    print(f"{rows.path}: {len(rows)} rows, {len(bad)} unusable; {sum(tokens)} tokens, at most {longest}")
+    for oddity, count in oddities.items():
+        print(f"  note    {count} rows with {oddity}")
+    for line in bad[:10]:
+        print(line)
+    return not bad

@@ -222,7 +222,7 @@ class Claim(NamedTuple):
     more: str  # the row with the larger figure
     less: str  # the row with the smaller one
     margin: float
-    required: bool = True  # the demo fails without it. It held in all runs of results/paradox.md, also in the ten of old code
+    required: bool = True  # the demo fails without it: it held in all runs of results/paradox.md
 
     def gains(self, figures: Figures) -> dict[int, float]:
         """Return by how much `more` exceeds `less`, for every seed that has both."""

@@ -12,7 +12,6 @@ from rewards import assign_rewards
 from rl import RLConfig
 from runtime import config, open_engine
 from runtime.script import run_script
-from runtime.servers import SGLang
 
 
 def train(path: Path, toy_dir: Path, **changes) -> list[dict]:
@@ -51,6 +50,8 @@ def train_scripted(cfg: Path) -> None:
 
 def use_stand_ins() -> None:
     """Let this process start stand-ins in place of SGLang's servers."""
+    from runtime.servers import SGLang  # a fork without it keeps the other trainings
+
     rl.GAP_LIMIT = math.inf  # their log-probs are not a model's
     rl.IMAGE_BYTES = 0  # a test's disk can be small
     rl.require_servers = lambda *_: None

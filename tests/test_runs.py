@@ -14,9 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from scripts import Forked, finish, rl_config, sft_config, start, wait_for
+from scripts import Forked, finish, rl_config, start, wait_for
 
-import sft
+import rl
 from runtime import config, distributed
 from runtime.folder import only_run_in
 from runtime.policy import PolicyConfig
@@ -37,7 +37,7 @@ def test_a_second_run_in_one_folder_is_refused_until_the_first_has_ended(toy_dir
     wait_for(lambda: (run / ".lock").exists() and (run / ".lock").read_text(), first)
     holder = f"process {first.pid} on {os.uname().nodename}"
     with pytest.raises(config.ConfigError, match=f"run = '{run}': {holder} is using this folder"):
-        sft.main(config.load(sft.SFTConfig, sft_config(tmp_path / "run.yaml", toy_dir)))
+        rl.main(config.load(rl.RLConfig, rl_config(tmp_path / "run.yaml", toy_dir)))
     assert not (run / "config.yaml").exists()
     first.kill()
     first.join()
