@@ -105,7 +105,9 @@ def dispatch() -> dict:
         context = AgentContext(SlowReports(), RENDERER, videos, cfg)
 
         def reports(turns: list[list]) -> list[str]:
-            return [call.text for turn in turns for call in run_calls(context, agent_flow(cfg), episode, turn, seed=0)]
+            ended = [call for turn in turns for call in run_calls(context, agent_flow(cfg), episode, turn, seed=0)]
+            assert not any(call.error for call in ended)
+            return [call.text for call in ended]
 
         one_by_one = partial(reports, [[call] for call in calls])
         at_once = partial(reports, [calls])
