@@ -16,13 +16,18 @@ def read(name: str) -> str:
 
 
 README, CONTRIBUTING, *_ = PAGES = [REPO / "README.md", REPO / "CONTRIBUTING.md", *sorted(REPO.glob("docs/*.md"))]
-TEXT = {}
-for page in PAGES:
-    TEXT[page] = "".join(line for line in page.read_text("utf-8").splitlines(keepends=True) if not GONE.search(line))
+
+
+def without_gone(text: str) -> str:
+    """Leave out the lines about what a fork has removed."""
+    return "".join(line for line in text.splitlines(keepends=True) if not GONE.search(line))
+
+
+TEXT = {page: without_gone(page.read_text("utf-8")) for page in PAGES}
 # What node.sh runs, as if a page listed it.
 PIPELINE = subprocess.run(["bash", "node.sh", "--print"], cwd=REPO, capture_output=True, text=True, check=True).stdout
 PAGES.append(REPO / "node.sh")
-TEXT[PAGES[-1]] = f"```sh\n{PIPELINE}```\n"
+TEXT[PAGES[-1]] = f"```sh\n{without_gone(PIPELINE)}```\n"
 SCRIPTS = {path.name: path for room in (".", "runtime", "evals", "study") for path in REPO.glob(f"{room}/*[!_].py")}
 CONFIGS = {"sft.py": "SFTConfig", "rl.py": "RLConfig", "eval.py": "EvalConfig"}
 of_each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
