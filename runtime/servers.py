@@ -4,8 +4,8 @@
     engine.wait_until_ready()                       # each server is healthy and has sampled a token
 
 A new prompt goes to the next server in turn, and all requests with it follow, because that server's cache holds it. Every reply
-must echo the trainer's prompt ids and carry the current weights' version. A lost request is asked on the other servers. After a
-time-out, MAX_FAILURES failures in a row or a failed weight update, a server is left out, and the run goes on with the others.
+must echo the trainer's prompt ids and carry the current weights' version. A lost request is asked on the other servers. A
+server that exits, times out, fails MAX_FAILURES times in a row or does not take weights is left out, and the run goes on without it.
 
 Deliberately missing: restarts (the same command brings a server back), streaming, weight sync over NCCL, repeatable samples.
 """
@@ -154,13 +154,13 @@ class SGLang(Engine):
         return Sample(sampled, logprobs, finish, version)
 
     def _count_failure(self, server: Server, failure: Exception, sent: float) -> None:
-        """Leave a server out that timed out, or failed MAX_FAILURES times in a row. Requests that were sent before its last
-        failure count once, because all requests in flight fail together."""
+        """Leave a server out that exited, timed out, or failed MAX_FAILURES times in a row. Requests that were sent before its
+        last failure count once, because all requests in flight fail together."""
         with self._lock:
             if sent >= server.last_failure:
                 server.failures += 1
                 server.last_failure = time.monotonic()
-            unusable = isinstance(failure, requests.Timeout) or server.failures >= MAX_FAILURES
+            unusable = server.exited or isinstance(failure, requests.Timeout) or server.failures >= MAX_FAILURES
         if unusable:
             self._leave_out(server, failure)
 
