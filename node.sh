@@ -68,7 +68,7 @@ for name in lmms-lab/Video-MME longvideobench/LongVideoBench lmms-lab/LVBench sy
     once "$folder/.fetched" hf download "$name" --repo-type dataset --local-dir "$folder"
     once "$folder/.unpacked" unpack "$folder" "$folder"
 done
-once data/train/.checked python sft.py "${CONFIG/NAME/sft}" --check-data
+once data/train/.checked python sft.py "${CONFIG/NAME/sft}" --check-data decoders=48
 
 # ---- training, from the cold start
 train "${RUN/NAME/sft}" torchrun --standalone --nproc_per_node=$SFT_GPUS sft.py "${CONFIG/NAME/sft}"
