@@ -230,8 +230,8 @@ def train(
         if rank() == 0:
             path = run.folder / "episodes" / f"step-{step:06d}.jsonl"
             keep_episodes(groups[: cfg.dump_groups], renderer.readable, path)
-        if step % 10 == 0:
-            print0(console_text(groups[0].episodes[0], renderer.readable))
+            if step % 10 == 0:
+                print0(console_text(groups[0].episodes[0], renderer.readable))
         run.log(step, measured)
 
         # Save.

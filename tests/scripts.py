@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import yaml
@@ -38,6 +39,12 @@ FORKS = multiprocessing.get_context("forkserver")
 # Preload nothing of the project itself: the guides' tests run changed copies of it.
 MODEL = "transformers.models.qwen3_vl.modeling_qwen3_vl"
 FORKS.set_forkserver_preload(["torch.distributed.fsdp", "transformers.models.auto", MODEL, "pyarrow.parquet"])
+
+
+@cache
+def printed_by_node_sh() -> str:
+    """Return the commands that node.sh would run."""
+    return subprocess.run(["bash", "node.sh", "--print"], cwd=REPO, capture_output=True, text=True, check=True).stdout
 
 
 def imports_of(file: Path, at_the_top: bool = False) -> set[str]:

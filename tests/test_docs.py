@@ -3,10 +3,9 @@
 import importlib
 import re
 import shlex
-import subprocess
 
 import pytest
-from scripts import GONE, REPO
+from scripts import GONE, REPO, printed_by_node_sh
 
 from runtime import config
 
@@ -25,9 +24,8 @@ def without_gone(text: str) -> str:
 
 TEXT = {page: without_gone(page.read_text("utf-8")) for page in PAGES}
 # What node.sh runs, as if a page listed it.
-PIPELINE = subprocess.run(["bash", "node.sh", "--print"], cwd=REPO, capture_output=True, text=True, check=True).stdout
 PAGES.append(REPO / "node.sh")
-TEXT[PAGES[-1]] = f"```sh\n{without_gone(PIPELINE)}```\n"
+TEXT[PAGES[-1]] = f"```sh\n{without_gone(printed_by_node_sh())}```\n"
 SCRIPTS = {path.name: path for room in (".", "runtime", "evals", "study") for path in REPO.glob(f"{room}/*[!_].py")}
 CONFIGS = {"sft.py": "SFTConfig", "rl.py": "RLConfig", "eval.py": "EvalConfig"}
 of_each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -4,10 +4,9 @@ node.sh: every row of the ablations is trained and evaluated."""
 import os
 import re
 import shlex
-import subprocess
 
 import pytest
-from scripts import REPO
+from scripts import REPO, printed_by_node_sh
 
 from eval import EvalConfig, main, with_names
 from evals import rows, tables
@@ -152,10 +151,7 @@ def test_only_a_name_of_the_table_has_a_published_run():
 
 def test_every_row_of_the_ablations_is_trained_and_evaluated():
     """The names that `eval.py ablation` looks for are those of the configs."""
-    printed = subprocess.run(
-        ["bash", "node.sh", "--print"], cwd=REPO, capture_output=True, text=True, check=True
-    ).stdout
-    commands = re.findall(r"(\w+\.py) (configs/.*)", printed)
+    commands = re.findall(r"(\w+\.py) (configs/.*)", printed_by_node_sh())
     trainings, evaluations = set(), set()
     for script, words in commands:
         file, *words = shlex.split(words)
